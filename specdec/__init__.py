@@ -1,0 +1,1 @@
+"""Lossless speculative decoding for Hugging Face causal language models."""

@@ -1,0 +1,240 @@
+"""The loop.  Read this first: `step` is the algorithm, `stream` is its life, everything else is book-keeping.
+
+One step: propose → begin → target forward (stages, attends) → verify → observe → commit.
+The commit comes last, so that whatever fails before it leaves the cache as it was before the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec.config import SpecConfig
+from specdec.draft.base import DraftContext, Drafter
+from specdec.draft.none import NoDrafter
+from specdec.errors import ConfigError
+from specdec.kv.deferred import DeferredWriter
+from specdec.kv.pages import PagedKVCache
+from specdec.kv.writer import KVWriter
+from specdec.sampling import Sampler
+from specdec.target import Target
+from specdec.types import Draft, StepRecord, Verdict, Window
+from specdec.verify.base import Verifier
+from specdec.verify.eager import EagerVerifier
+
+LARGEST_FIRST_RESERVATION = 8192
+"""Tokens of a row reserved at once; longer generations let the cache grow."""
+
+
+class SpeculativeDecoder:
+    """Drafts, verifies and commits, over pages, until every row is done."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        writer: Callable[[PagedKVCache], KVWriter] = DeferredWriter,
+        verifier: Verifier | None = None,
+        config: SpecConfig | None = None,
+    ) -> None:
+        """Args:
+        drafter: None decodes plainly.
+        writer: makes the `KVWriter` of a generation from its cache (a writer class will do).
+        verifier: None takes the eager reference.
+        """
+        self.target = target
+        self.drafter = drafter or NoDrafter()
+        self.make_writer = writer
+        self.verifier = verifier or EagerVerifier()
+        self.config = config or SpecConfig()
+
+    def step(self, run: Run) -> StepRecord:
+        """Advance every active row by at least one token; on any exception the cache is as before the step."""
+        clock = Clock()
+        context = run.draft_context(self.config.max_drafts)
+        try:
+            draft = self.drafter.propose(context)
+            clock.lap("draft")
+            window = Window.over(context.roots, draft, context.rows, run.lengths(context.rows))
+            run.writer.begin(window)
+            output = self.target.forward(window, run.writer, self.drafter.taps)
+            clock.lap("target")
+            assert output.logits is not None
+            # The one host synchronisation of a step: processors and stopping criteria live on the host, and so does the walk.
+            verdict = self.verifier.verify(output.logits, window, run.sampler)
+            clock.lap("verify")
+            self.drafter.observe(window, output.features, verdict)
+            clock.lap("observe")
+            commit = run.writer.commit(verdict)
+            clock.lap("commit")
+        except BaseException:
+            run.writer.abort()
+            run.sampler.rollback()
+            raise
+        return run.settle(window, draft, verdict, commit, clock.laps)
+
+    def stream(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, sampler: Sampler, max_length: int
+    ) -> Iterator[StepRecord]:
+        """Generate for a batch of prompts `[B t]` (left padding masked out) and yield one record per step.
+
+        `sampler` picks the tokens and says when a row is done; afterwards it holds the emitted tokens.  `max_length` counts prompt
+        (padding included) and output.  All pages are back when the iterator ends, fails or is closed.
+        """
+        prompts = unpadded_prompts(input_ids, attention_mask)
+        room = max_length - input_ids.shape[1]
+        if room < 1:
+            raise ConfigError(f"max_length={max_length}; accepted: more than the prompt's {input_ids.shape[1]} tokens")
+        run = self._start(prompts, sampler, room)
+        try:
+            self._prefill(run)
+            while run.sampler.active_rows:
+                yield self.step(run)
+        finally:
+            run.close()
+            self.drafter.end()
+
+    def _start(self, prompts: list[list[int]], sampler: Sampler, room: int) -> Run:
+        config = self.config
+        probe = self.make_writer(PagedKVCache(self.target.layers, 1, config.page_size))
+        slack = probe.slots_needed(config.max_drafts + 1, config.max_drafts)
+        per_row = max(map(len, prompts)) + min(room, LARGEST_FIRST_RESERVATION) + slack
+        num_pages = config.num_pages or len(prompts) * -(-per_row // config.page_size)
+        cache = PagedKVCache(self.target.layers, num_pages, config.page_size, growable=config.num_pages is None)
+        self.drafter.begin(tuple(prompts), max(map(len, prompts)) + room)
+        return Run(cache, self.make_writer(cache), sampler, prompts, [room] * len(prompts), self.target.device)
+
+    def _prefill(self, run: Run) -> None:
+        """Commit all prompts but their last tokens, each distinct prompt once; rows with equal prompts share its pages."""
+        first_with: dict[tuple[int, ...], int] = {}
+        for row, tokens in enumerate(run.tokens):
+            run.cache.add_row()
+            first_with.setdefault(tuple(tokens), row)
+        for rows, start in prefill_chunks(run, sorted(first_with.values()), self.config.prefill_chunk):
+            pieces = [run.tokens[row][start:-1][: self.config.prefill_chunk] for row in rows]
+            window = Window.chain(pieces, rows, run.lengths(rows), self.target.device)
+            followers = [run.tokens[row][start + len(piece)] for row, piece in zip(rows, pieces, strict=True)]
+            verdict = Verdict.keep_all(window, torch.tensor(followers, device=self.target.device))
+            try:
+                run.writer.begin(window)
+                output = self.target.forward(window, run.writer, self.drafter.taps, need_logits=False)
+                self.drafter.observe(window, output.features, verdict)
+                run.writer.commit(verdict)
+            except BaseException:
+                run.writer.abort()
+                raise
+        for source in first_with.values():
+            twins = tuple(row for row, tokens in enumerate(run.tokens) if first_with[tuple(tokens)] == source != row)
+            for row in twins:
+                run.cache.refork(source, row)
+            if twins:
+                self.drafter.fork(source, twins)
+
+
+@dataclass
+class Run:
+    """The state of one generation."""
+
+    cache: PagedKVCache
+    writer: KVWriter
+    sampler: Sampler
+    tokens: list[list[int]]
+    """Prompt and emitted tokens of each batch row, without padding."""
+    remaining: list[int]
+    """Tokens that each row may still emit."""
+    device: torch.device
+    num_steps: int = field(default=0)
+
+    def lengths(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Committed tokens of some rows."""
+        return tuple(self.cache.length(row) for row in rows)
+
+    def draft_context(self, max_drafts: int) -> DraftContext:
+        """What the drafter is told: it may go as deep as tokens are left to emit, less the one that every step gives."""
+        rows = self.sampler.active_rows
+        return DraftContext(
+            rows=rows,
+            tokens=tuple(self.tokens[row] for row in rows),
+            roots=torch.tensor([self.tokens[row][-1] for row in rows], device=self.device),
+            max_nodes=tuple(max_drafts if self.remaining[row] > 1 else 0 for row in rows),
+            max_depths=tuple(self.remaining[row] - 1 for row in rows),
+            num_generated=tuple(self.sampler.num_generated(row) for row in rows),
+            noise=self.sampler.noise,
+        )
+
+    def settle(self, window: Window, draft: Draft, verdict: Verdict, commit, timings: dict[str, float]) -> StepRecord:
+        """The step stands: its tokens become history."""
+        emitted = verdict.emitted(window)
+        roots = [self.tokens[row][-1] for row in window.rows]
+        self.sampler.settle()
+        for row, tokens in zip(window.rows, emitted, strict=True):
+            self.tokens[row] += tokens
+            self.remaining[row] -= len(tokens)
+        drafted = draft.lengths.tolist()
+        kept = verdict.num_kept.tolist()
+        self.num_steps += 1
+        return StepRecord(
+            index=self.num_steps - 1,
+            rows=window.rows,
+            roots=roots,
+            draft_tokens=[row[:n] for row, n in zip(draft.tokens.tolist(), drafted, strict=True)],
+            draft_parents=[row[:n] for row, n in zip(draft.parents.tolist(), drafted, strict=True)],
+            accepted_nodes=[path[1:n] for path, n in zip(verdict.path.tolist(), kept, strict=True)],
+            emitted=emitted,
+            stopped=verdict.stopped.tolist(),
+            commit=commit,
+            timings_ms=timings,
+        )
+
+    def close(self) -> None:
+        """Give all pages back."""
+        self.writer.abort()
+        self.cache.free_all()
+        self.cache.check()
+
+
+class Clock:
+    """Wall time between laps (ms)."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.laps[name] = (now - self._last) * 1e3
+        self._last = now
+
+
+def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The prompts without their left padding.  Raises `ConfigError` for empty prompts and for padding anywhere else."""
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ConfigError(f"input_ids of shape {tuple(input_ids.shape)}; accepted: [batch, tokens], at least one of each")
+    if attention_mask is None:
+        return input_ids.tolist()
+    if attention_mask.shape != input_ids.shape:
+        raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}; accepted: {tuple(input_ids.shape)}")
+    prompts = []
+    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
+        first = mask.index(1) if 1 in mask else len(mask)
+        if first == len(mask):
+            raise ConfigError(f"attention_mask row {row} is all zero; accepted: at least one prompt token")
+        if any(value != 1 for value in mask[first:]):
+            raise ConfigError(
+                f"attention_mask row {row} has zeros behind its first prompt token; accepted: padding on the left only "
+                "(set the tokenizer's padding_side='left')"
+            )
+        prompts.append(ids[first:])
+    return prompts
+
+
+def prefill_chunks(run: Run, rows: Sequence[int], chunk: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Rows that still have prompt tokens to prefill, and where their chunk starts, until there are none."""
+    longest = max(len(run.tokens[row]) - 1 for row in rows)
+    for start in range(0, longest, chunk):
+        yield tuple(row for row in rows if len(run.tokens[row]) - 1 > start), start
