@@ -107,6 +107,7 @@ class Sampler:
         *,
         scores_only: bool = False,
         lockstep: bool = False,
+        whole_batch: bool = False,
         stop_together: bool = False,
         keep_scores: bool = False,
         keep_logits: bool = False,
@@ -118,6 +119,8 @@ class Sampler:
         scores_only: every processor is a pure function of the scores, so that many nodes may be processed at once.
         lockstep: some processor or criterion looks at the batch as a whole; all rows then advance together and finished
             rows are shown as padding, so that it sees exactly the calls of plain decoding.
+        whole_batch: processors hold something per batch row, so they must be called with all rows in place, though they
+            treat each row by itself.
         stop_together: no row ends before all rows are done (what plain decoding does without an end-of-sequence token).
         keep_scores, keep_logits: record processed scores and raw logits of every emitted token.
         """
@@ -132,6 +135,7 @@ class Sampler:
         self.done = [False] * len(prompts)
         self.scores: list[list[Tensor]] = [[] for _ in prompts]
         self.logits: list[list[Tensor]] = [[] for _ in prompts]
+        self._whole_batch = whole_batch or lockstep
         self._stop_together = stop_together
         self._keep_scores = keep_scores
         self._keep_logits = keep_logits
@@ -158,10 +162,10 @@ class Sampler:
 
         In lockstep `rows` must be all active rows, at one index.  Synchronises.
         """
-        tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        tokens = torch.empty(len(rows), dtype=torch.long, device=self.prompts.device)
         for index, members in self._by_index(rows).items():
             batch_rows = [rows[i] for i in members]
-            scores = logits[members].to(torch.float32, copy=True)
+            scores = logits[members].to(device=self.prompts.device, dtype=torch.float32, copy=True)
             raw = scores.clone() if self._keep_logits else None
             scores = self._process(batch_rows, index, scores)
             noise = None if self.noise is None else self.noise.at(index)[batch_rows]
@@ -208,7 +212,7 @@ class Sampler:
     def _process(self, rows: list[int], index: int, scores: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
         if not self.processors:
             return scores
-        if self.lockstep and len(rows) < len(self._ids):
+        if self._whole_batch and len(rows) < len(self._ids):
             full = scores.new_zeros(len(self._ids), scores.shape[1])
             full[rows] = scores
             return self._process_all(range(len(self._ids)), index, full)[rows]

@@ -1,0 +1,57 @@
+"""Drafters by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.draft.base import Drafter
+from specdec.draft.none import NoDrafter
+from specdec.errors import ConfigError
+
+NAMES = ("none", "ngram", "suffix", "assistant:MODEL", "eagle", "eagle:PATH", "eagle+suffix", "eagle:PATH+suffix")
+
+
+def make_drafter(spec: str | Drafter | PreTrainedModel | None, model: PreTrainedModel, **options: Any) -> Drafter:
+    """Build the drafter that `spec` names for `model`.
+
+    A `Drafter` is taken as it is, a model becomes an assistant.  `options` go to the drafter's configuration.  Raises
+    `ConfigError` for unknown names and options.
+    """
+    if isinstance(spec, Drafter):
+        return spec
+    if isinstance(spec, PreTrainedModel):
+        from specdec.hf.assistant import make_assistant
+
+        return make_assistant(spec, model, **options)
+    if spec is None:
+        return NoDrafter()
+    name, _, addition = spec.partition("+")
+    if addition not in ("", "suffix"):
+        raise ConfigError(f"drafter={spec!r} is not known; accepted: {', '.join(NAMES)}")
+    drafter = _make_one(name, spec, model, options)
+    from specdec.draft.hybrid import HybridDrafter
+    from specdec.draft.suffix import SuffixDrafter
+    return HybridDrafter(drafter, SuffixDrafter()) if addition else drafter
+
+
+def _make_one(name: str, spec: str, model: PreTrainedModel, options: dict[str, Any]) -> Drafter:
+    kind, _, where = name.partition(":")
+    if name == "none":
+        return NoDrafter()
+    if name == "ngram":
+        from specdec.draft.ngram import NGramDrafter
+        return NGramDrafter.of(**options)
+    if name == "suffix":
+        from specdec.draft.suffix import SuffixDrafter
+        return SuffixDrafter.of(**options)
+    if kind == "assistant" and where:
+        from specdec.hf.assistant import load_assistant
+
+        return load_assistant(where, model, **options)
+    if kind == "eagle":
+        from specdec.hf.eagle import load_eagle_drafter
+
+        return load_eagle_drafter(where or None, model, **options)
+    raise ConfigError(f"drafter={spec!r} is not known; accepted: {', '.join(NAMES)}")
