@@ -58,6 +58,7 @@ class SpeculativeDecoder:
         context = run.draft_context(self.config.max_drafts)
         try:
             draft = self.drafter.propose(context)
+            check_draft(draft, context, self.target.vocab_size)
             clock.lap("draft")
             window = Window.over(context.roots, draft, context.rows, run.lengths(context.rows))
             run.writer.begin(window)
@@ -197,6 +198,16 @@ class Run:
         self.cache.check()
 
 
+def check_draft(draft: Draft, context: DraftContext, vocab_size: int) -> None:
+    """Raise `ConfigError` where a drafter broke its contract: rows, sizes, parents, token ids, twins."""
+    if len(draft.tokens) != len(context.rows):
+        raise ConfigError(f"the drafter returned {len(draft.tokens)} rows; accepted: {len(context.rows)}, one per active row")
+    draft.validate(vocab_size)
+    for row, (length, allowed) in enumerate(zip(draft.lengths.tolist(), context.max_nodes, strict=True)):
+        if length > allowed:
+            raise ConfigError(f"draft row {row} has {length} nodes; accepted: at most {allowed} (max_nodes)")
+
+
 class Clock:
     """Wall time between laps (ms)."""
 
@@ -212,25 +223,24 @@ class Clock:
 
 
 def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The prompts without their left padding.  Raises `ConfigError` for empty prompts and for padding anywhere else."""
+    """The prompts without masked tokens, whose positions then count the visible ones only, as transformers counts them.
+
+    Raises `ConfigError` for empty prompts and for a masked last token (right padding).
+    """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ConfigError(f"input_ids of shape {tuple(input_ids.shape)}; accepted: [batch, tokens], at least one of each")
     if attention_mask is None:
         return input_ids.tolist()
     if attention_mask.shape != input_ids.shape:
         raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}; accepted: {tuple(input_ids.shape)}")
-    prompts = []
-    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
-        first = mask.index(1) if 1 in mask else len(mask)
-        if first == len(mask):
-            raise ConfigError(f"attention_mask row {row} is all zero; accepted: at least one prompt token")
-        if any(value != 1 for value in mask[first:]):
+    for row, last in enumerate(attention_mask[:, -1].tolist()):
+        if not last:
             raise ConfigError(
-                f"attention_mask row {row} has zeros behind its first prompt token; accepted: padding on the left only "
+                f"attention_mask row {row} masks the last prompt token (right padding); accepted: padding on the left "
                 "(set the tokenizer's padding_side='left')"
             )
-        prompts.append(ids[first:])
-    return prompts
+    masked = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+    return [[token for token, visible in zip(ids, mask, strict=True) if visible] for ids, mask in masked]
 
 
 def prefill_chunks(run: Run, rows: Sequence[int], chunk: int) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -33,6 +33,10 @@ class CheckpointError(SpecdecError, ValueError):
     """A checkpoint that cannot be read; the message names the tensor or key, what was expected and what was found."""
 
 
+class ModelUnavailable(SpecdecError, RuntimeError):
+    """A model that cannot be had or loaded; the message says why and what to do."""
+
+
 def choose(name: str, value: str, options: dict[str, object]) -> object:
     """Look `value` up in `options`, or raise `ConfigError` naming the argument, the value and the accepted names."""
     if value not in options:

@@ -31,9 +31,12 @@ def make_drafter(spec: str | Drafter | PreTrainedModel | None, model: PreTrained
     if addition not in ("", "suffix"):
         raise ConfigError(f"drafter={spec!r} is not known; accepted: {', '.join(NAMES)}")
     drafter = _make_one(name, spec, model, options)
+    if not addition:
+        return drafter
     from specdec.draft.hybrid import HybridDrafter
     from specdec.draft.suffix import SuffixDrafter
-    return HybridDrafter(drafter, SuffixDrafter()) if addition else drafter
+
+    return HybridDrafter(drafter, SuffixDrafter())
 
 
 def _make_one(name: str, spec: str, model: PreTrainedModel, options: dict[str, Any]) -> Drafter:
@@ -42,9 +45,11 @@ def _make_one(name: str, spec: str, model: PreTrainedModel, options: dict[str, A
         return NoDrafter()
     if name == "ngram":
         from specdec.draft.ngram import NGramDrafter
+
         return NGramDrafter.of(**options)
     if name == "suffix":
         from specdec.draft.suffix import SuffixDrafter
+
         return SuffixDrafter.of(**options)
     if kind == "assistant" and where:
         from specdec.hf.assistant import load_assistant

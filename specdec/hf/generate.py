@@ -204,7 +204,9 @@ def _refuse_unsupported_mode(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         hint = "choose a drafter instead" if mode == GenerationMode.ASSISTED_GENERATION else "use model.generate()"
-        raise UnsupportedError(f"generation mode {mode.value!r} is not supported; accepted: greedy_search, sample; {hint}")
+        raise UnsupportedError(
+            f"generation mode {mode.value!r} is not supported; accepted: greedy_search, sample; {hint}"
+        )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise UnsupportedError(f"{name}=True is not supported; use model.generate()")

@@ -187,7 +187,9 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"model is a {type(model).__name__}; accepted: a transformers PreTrainedModel")
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} is an encoder-decoder model; accepted: decoder-only models, use model.generate()")
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder model; accepted: decoder-only models, use model.generate()"
+        )
     text = config.get_text_config()
     recurrent = [kind for kind in getattr(text, "layer_types", None) or [] if any(r in kind for r in RECURRENT_LAYERS)]
     if recurrent or getattr(model, "_is_stateful", False):
