@@ -43,6 +43,12 @@ def require_int(name: str, value: object, low: int, high: int | None) -> None:
         raise ConfigError(f"{name}={value!r}; accepted: {accepted}")
 
 
+def require_number(name: str, value: object, low: float, high: float) -> None:
+    """Raise `ConfigError` unless `value` is a number between `low` and `high`, both included."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r}; accepted: a number from {low} to {high}")
+
+
 def build_config(kind: type, values: dict[str, Any]) -> Any:
     """Build a configuration dataclass from a dictionary, refusing unknown names by name."""
     known = [field.name for field in fields(kind)]
