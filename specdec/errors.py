@@ -1,5 +1,10 @@
 """Every error the library raises on purpose; all derive from `SpecdecError`."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class SpecdecError(Exception):
     """Base of the errors that specdec raises on purpose."""
@@ -37,7 +42,7 @@ class ModelUnavailable(SpecdecError, RuntimeError):
     """A model that cannot be had or loaded; the message says why and what to do."""
 
 
-def choose(name: str, value: str, options: dict[str, object]) -> object:
+def choose(name: str, value: str, options: Mapping[str, T]) -> T:
     """Look `value` up in `options`, or raise `ConfigError` naming the argument, the value and the accepted names."""
     if value not in options:
         raise ConfigError(f"{name}={value!r} is not known; accepted: {', '.join(sorted(options))}")

@@ -51,7 +51,7 @@ COMMON = dict(
 
 
 def build(config: PreTrainedConfig, seed: int = 0, attention: str | None = None) -> PreTrainedModel:
-    """An fp32 model of `config` in evaluation mode; its weights depend on the seed alone, the global RNG stays as it was.
+    """An fp32 model of `config`, ready for inference; the weights depend on the seed alone, and the global RNG is kept.
 
     Norm scales, biases and attention sinks, which every family initialises to ones or zeros, are drawn too: a model in
     which they do nothing would not notice them missing.

@@ -51,7 +51,7 @@ def make_whole(
         if is_whole(folder, check_hashes):  # another process made it while this one waited
             return folder
         for litter in folder.parent.glob(f".{folder.name}.partial-*"):
-            shutil.rmtree(litter)
+            shutil.rmtree(litter, ignore_errors=True)  # an orphaned download may still be writing there
         workplace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
         try:
             result, scratch = workplace / "result", workplace / "scratch"
