@@ -54,5 +54,6 @@ def build_config(kind: type, values: dict[str, Any]) -> Any:
     known = [field.name for field in fields(kind)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{name}={values[name]!r}: unknown option of {kind.__name__}; accepted: {', '.join(known)}")
+            accepted = ", ".join(known)
+            raise ConfigError(f"{name}={values[name]!r}: unknown option of {kind.__name__}; accepted: {accepted}")
     return kind(**values)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from specdec.config import SpecConfig
@@ -22,12 +23,12 @@ from specdec.kv.pages import PagedKVCache
 from specdec.kv.writer import KVWriter
 from specdec.sampling import Sampler
 from specdec.target import Target
-from specdec.types import Draft, StepRecord, Verdict, Window
+from specdec.types import CommitStats, Draft, StepRecord, Verdict, Window
 from specdec.verify.base import Verifier
 from specdec.verify.eager import EagerVerifier
 
 LARGEST_FIRST_RESERVATION = 8192
-"""Tokens of a row reserved at once; longer generations let the cache grow."""
+"""Tokens of output that a cache has room for from the start; longer generations let it grow."""
 
 
 class SpeculativeDecoder:
@@ -65,7 +66,8 @@ class SpeculativeDecoder:
             output = self.target.forward(window, run.writer, self.drafter.taps)
             clock.lap("target")
             assert output.logits is not None
-            # The one host synchronisation of a step: processors and stopping criteria live on the host, and so does the walk.
+            # The one host synchronisation of a step: processors and stopping criteria live on the host, and so does
+            # the walk.
             verdict = self.verifier.verify(output.logits, window, run.sampler)
             clock.lap("verify")
             self.drafter.observe(window, output.features, verdict)
@@ -79,38 +81,50 @@ class SpeculativeDecoder:
         return run.settle(window, draft, verdict, commit, clock.laps)
 
     def stream(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, sampler: Sampler, max_length: int
+        self, input_ids: Int[Tensor, "B t"], attention_mask: Tensor | None = None, *, sampler: Sampler, max_length: int
     ) -> Iterator[StepRecord]:
-        """Generate for a batch of prompts `[B t]` (left padding masked out) and yield one record per step.
+        """Generate for a batch of prompts and yield one record per step; the arguments are those of `start`.
 
-        `sampler` picks the tokens and says when a row is done; afterwards it holds the emitted tokens.  `max_length` counts prompt
-        (padding included) and output.  All pages are back when the iterator ends, fails or is closed.
+        `sampler` holds the emitted tokens.  All pages are back when the iterator ends, fails or is closed.
+        """
+        with self.start(input_ids, attention_mask, sampler=sampler, max_length=max_length) as run:
+            while run.sampler.active_rows:
+                yield self.step(run)
+
+    def start(
+        self, input_ids: Int[Tensor, "B t"], attention_mask: Tensor | None = None, *, sampler: Sampler, max_length: int
+    ) -> Run:
+        """Prefill a batch of prompts and return the run, ready for `step`; close it, or use it as a context manager.
+
+        Args:
+            input_ids: prompts, padded on the left; `attention_mask` hides the padding.
+            sampler: picks the tokens and says when a row is done.
+            max_length: most tokens of a row, prompt (padding included) and output.
+
+        Raises `ConfigError` for bad prompts and lengths, `OutOfPages` where `num_pages` is too small.
         """
         prompts = unpadded_prompts(input_ids, attention_mask)
         room = max_length - input_ids.shape[1]
         if room < 1:
             raise ConfigError(f"max_length={max_length}; accepted: more than the prompt's {input_ids.shape[1]} tokens")
-        run = self._start(prompts, sampler, room)
-        try:
-            self._prefill(run)
-            while run.sampler.active_rows:
-                yield self.step(run)
-        finally:
-            run.close()
-            self.drafter.end()
-
-    def _start(self, prompts: list[list[int]], sampler: Sampler, room: int) -> Run:
+        longest = max(map(len, prompts))
         config = self.config
-        probe = self.make_writer(PagedKVCache(self.target.layers, 1, config.page_size))
-        slack = probe.slots_needed(config.max_drafts + 1, config.max_drafts)
-        per_row = max(map(len, prompts)) + min(room, LARGEST_FIRST_RESERVATION) + slack
+        per_row = longest + min(room, LARGEST_FIRST_RESERVATION) + config.max_drafts + 1
         num_pages = config.num_pages or len(prompts) * -(-per_row // config.page_size)
         cache = PagedKVCache(self.target.layers, num_pages, config.page_size, growable=config.num_pages is None)
-        self.drafter.begin(tuple(prompts), max(map(len, prompts)) + room)
-        return Run(cache, self.make_writer(cache), sampler, prompts, [room] * len(prompts), self.target.device)
+        writer = self.make_writer(cache)
+        run = Run(cache, writer, self.drafter, sampler, prompts, [room] * len(prompts), self.target.device)
+        try:
+            self.drafter.begin(tuple(prompts), longest + room)
+            self._prefill(run)
+        except BaseException:
+            run.close()
+            raise
+        return run
 
     def _prefill(self, run: Run) -> None:
-        """Commit all prompts but their last tokens, each distinct prompt once; rows with equal prompts share its pages."""
+        """Commit all prompts but their last tokens, each distinct prompt once; rows with equal prompts share its
+        pages."""
         first_with: dict[tuple[int, ...], int] = {}
         for row, tokens in enumerate(run.tokens):
             run.cache.add_row()
@@ -138,10 +152,11 @@ class SpeculativeDecoder:
 
 @dataclass
 class Run:
-    """The state of one generation."""
+    """The state of one generation; closing it gives all pages back."""
 
     cache: PagedKVCache
     writer: KVWriter
+    drafter: Drafter
     sampler: Sampler
     tokens: list[list[int]]
     """Prompt and emitted tokens of each batch row, without padding."""
@@ -155,7 +170,8 @@ class Run:
         return tuple(self.cache.length(row) for row in rows)
 
     def draft_context(self, max_drafts: int) -> DraftContext:
-        """What the drafter is told: it may go as deep as tokens are left to emit, less the one that every step gives."""
+        """What the drafter is told: it may go as deep as tokens are left to emit, less the one that every step
+        gives."""
         rows = self.sampler.active_rows
         return DraftContext(
             rows=rows,
@@ -167,7 +183,9 @@ class Run:
             noise=self.sampler.noise,
         )
 
-    def settle(self, window: Window, draft: Draft, verdict: Verdict, commit, timings: dict[str, float]) -> StepRecord:
+    def settle(
+        self, window: Window, draft: Draft, verdict: Verdict, commit: CommitStats, timings: dict[str, float]
+    ) -> StepRecord:
         """The step stands: its tokens become history."""
         emitted = verdict.emitted(window)
         roots = [self.tokens[row][-1] for row in window.rows]
@@ -192,16 +210,25 @@ class Run:
         )
 
     def close(self) -> None:
-        """Give all pages back."""
+        """Give all pages back and let the drafter forget the batch; may be called again."""
         self.writer.abort()
         self.cache.free_all()
         self.cache.check()
+        self.drafter.end()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def check_draft(draft: Draft, context: DraftContext, vocab_size: int) -> None:
     """Raise `ConfigError` where a drafter broke its contract: rows, sizes, parents, token ids, twins."""
     if len(draft.tokens) != len(context.rows):
-        raise ConfigError(f"the drafter returned {len(draft.tokens)} rows; accepted: {len(context.rows)}, one per active row")
+        raise ConfigError(
+            f"the drafter returned {len(draft.tokens)} rows; accepted: {len(context.rows)}, one per active row"
+        )
     draft.validate(vocab_size)
     for row, (length, allowed) in enumerate(zip(draft.lengths.tolist(), context.max_nodes, strict=True)):
         if length > allowed:
@@ -228,7 +255,9 @@ def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[l
     Raises `ConfigError` for empty prompts and for a masked last token (right padding).
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
-        raise ConfigError(f"input_ids of shape {tuple(input_ids.shape)}; accepted: [batch, tokens], at least one of each")
+        raise ConfigError(
+            f"input_ids of shape {tuple(input_ids.shape)}; accepted: [batch, tokens], at least one of each"
+        )
     if attention_mask is None:
         return input_ids.tolist()
     if attention_mask.shape != input_ids.shape:

@@ -1,6 +1,7 @@
 """The sampling law: processed distributions, position-keyed noise, picks, and when to stop.
 
-The token with generated index `t` is `argmax(p / e_t)`, where `p` is the processed distribution and `e_t` are exponential variates
+The token with generated index `t` is `argmax(p / e_t)`, where `p` is the processed distribution and `e_t` are
+exponential variates
 drawn once per index, in order, as one `[b, v]` tensor: exactly what `torch.multinomial` does for one sample.  The noise
 is keyed by the index of the token and not by the step, so one seed gives one text however many steps led there.
 (The exponential-race form of the Gumbel-max trick; Maddison et al. 2014, arXiv:1411.0030, section 2.)
@@ -11,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,22 +23,25 @@ from specdec.errors import NonFiniteLogits
 Processor = Callable[[Tensor, Tensor], Tensor]
 """`(ids [n t], scores [n v]) → scores [n v]`, the signature of a Hugging Face `LogitsProcessor`."""
 
-Criterion = Callable[[Tensor, object], object]
+Criterion = Callable[[Tensor, Any], Tensor | bool]
 """`(ids [n t], scores so far) → done [n]`, the signature of a Hugging Face `StoppingCriteria`."""
 
 
 class Noise(ABC):
-    """Exponential variates for every generated index, the same however often and in whatever order they are asked for."""
+    """Exponential variates for every generated index, the same however often and in whatever order they are asked
+    for."""
 
     @abstractmethod
     def at(self, index: int) -> Float[Tensor, "B v"]:
-        """Variates for the token with generated index `index` (0 is the first), one row for each of the `B` batch rows."""
+        """Variates for the token with generated index `index` (0 is the first), one row for each of the `B` batch
+        rows."""
 
 
 class GeneratorNoise(Noise):
     """Noise from a torch generator's stream, drawn in index order and kept, or drawn again from a saved state.
 
-    `generator_state` is where the stream starts; the generator it came from is not touched.  `state_after(t)` is the state in
+    `generator_state` is where the stream starts; the generator it came from is not touched.  `state_after(t)` is the
+    state in
     which plain decoding would leave it after `t` tokens.
     """
 
@@ -77,7 +82,8 @@ class GeneratorNoise(Noise):
 
 
 def pick_tokens(scores: Float[Tensor, "n v"], noise: Float[Tensor, "n v"] | None) -> Int[Tensor, " n"]:
-    """One token per row: the argmax when `noise` is None, a sample otherwise.  Raises `NonFiniteLogits`; synchronises."""
+    """One token per row: the argmax when `noise` is None, a sample otherwise.  Raises `NonFiniteLogits`;
+    synchronises."""
     if noise is None:
         tokens = scores.argmax(-1)
         picked = scores.gather(-1, tokens[:, None])
@@ -94,8 +100,10 @@ def pick_tokens(scores: Float[Tensor, "n v"], noise: Float[Tensor, "n v"] | None
 class Sampler:
     """Picks tokens for the rows of a batch, one emitted token at a time, and says when a row is done.
 
-    It works on *pending* tokens: what the running step would emit.  `settle` makes them history, `rollback` forgets them.
-    Processors and criteria see, for each token, exactly the prefix that plain decoding would pass, left padding included.
+    It works on *pending* tokens: what the running step would emit.  `settle` makes them history, `rollback` forgets
+    them.
+    Processors and criteria see, for each token, exactly the prefix that plain decoding would pass, left padding
+    included.
     """
 
     def __init__(
@@ -158,7 +166,8 @@ class Sampler:
         return len(self.emitted[row]) + len(self._pending[row])
 
     def choose(self, rows: Sequence[int], logits: Float[Tensor, "n v"]) -> tuple[Int[Tensor, " n"], list[bool]]:
-        """Process, pick and make pending one token for each of the batch rows `rows`; also says which rows ended with it.
+        """Process, pick and make pending one token for each of the batch rows `rows`; also says which rows ended
+        with it.
 
         In lockstep `rows` must be all active rows, at one index.  Synchronises.
         """

@@ -64,7 +64,8 @@ class Target(ABC):
     def forward(
         self, window: Window, writer: KVWriter, taps: tuple[int, ...] = (), need_logits: bool = True
     ) -> TargetOutput:
-        """Run the model over the window's nodes; each layer stages its K/V rows with `writer` and attends to what that returns.
+        """Run the model over the window's nodes; each layer stages its K/V rows with `writer` and attends to what
+        that returns.
 
         `taps` are defined in `Drafter.taps`.  With `need_logits=False` (prefill) the logits are None.
         """

@@ -58,7 +58,9 @@ class Draft:
         rows = zip(self.tokens.tolist(), self.parents.tolist(), self.lengths.tolist(), strict=True)
         for row, (tokens, parents, length) in enumerate(rows):
             if not 0 <= length <= len(tokens) <= MAX_WINDOW - 1:
-                raise ConfigError(f"draft row {row}: {length} of {len(tokens)} nodes; accepted: at most {MAX_WINDOW - 1}")
+                raise ConfigError(
+                    f"draft row {row}: {length} of {len(tokens)} nodes; accepted: at most {MAX_WINDOW - 1}"
+                )
             seen: set[tuple[int, int]] = set()
             for i in range(length):
                 if not 0 <= parents[i] <= i:
@@ -202,7 +204,7 @@ class Verdict:
         """Tokens that each row emits in this step, in order; reads the tensors on the host."""
         kept = window.tokens.gather(1, self.path.clamp(min=0)).tolist()
         rows = zip(kept, self.num_kept.tolist(), self.next_tokens.tolist(), strict=True)
-        return [tokens[1:count] + [following] for tokens, count, following in rows]
+        return [[*tokens[1:count], following] for tokens, count, following in rows]
 
 
 @dataclass(frozen=True)

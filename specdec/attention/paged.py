@@ -1,4 +1,5 @@
-"""The contract of `reference.attend`, faster: no copy of the prefix where a row's pages lie contiguously, SDPA for prompts."""
+"""The contract of `reference.attend`, faster: no copy of the prefix where a row's pages lie contiguously, SDPA for
+prompts."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def attend(
 
 
 def read_prefix(pages: Tensor, view: KVView) -> Float[Tensor, "b t h d"]:
-    """Committed rows gathered from their pages, padded with zeros to the longest row; uncommitted slots are never looked at."""
+    """Committed rows gathered from their pages, padded with zeros to the longest row; uncommitted slots are never
+    looked at."""
     longest = max(view.prefix.host_lengths, default=0)
     page_size = pages.shape[1]
     steps = torch.arange(longest, device=pages.device)
@@ -60,7 +61,8 @@ def read_prefix(pages: Tensor, view: KVView) -> Float[Tensor, "b t h d"]:
 
 
 def visible(view: KVView, window: Window, sliding_window: int | None) -> Bool[Tensor, "b w s"]:
-    """Which of the prefix tokens and window nodes each node sees; a padding node sees its ancestors, which keeps it finite."""
+    """Which of the prefix tokens and window nodes each node sees; a padding node sees its ancestors, which keeps it
+    finite."""
     device = view.k.device
     longest = max(view.prefix.host_lengths, default=0)
     steps = torch.arange(longest, device=device)

@@ -29,13 +29,15 @@ class DraftContext:
     num_generated: tuple[int, ...]
     """Tokens each row has emitted so far = index of the next one (the key of its noise)."""
     noise: Noise | None = None
-    """The target's noise when sampling, None when greedy; a drafter that picks with it agrees with the target more often."""
+    """The target's noise when sampling, None when greedy; a drafter that picks with it agrees with the target more
+    often."""
 
 
 class Drafter(ABC):
     """Proposes tokens; any proposal is safe, good ones are fast.
 
-    Life: `begin` → `observe` of the prefill windows → (`propose` → `observe`)* → `end`.  `end` may come at any time, also after an
+    Life: `begin` → `observe` of the prefill windows → (`propose` → `observe`)* → `end`.  `end` may come at any time,
+    also after an
     exception, and leaves the drafter ready for the next `begin`.
     """
 
@@ -51,7 +53,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def fork(self, source: int, copies: tuple[int, ...]) -> None:
-        """Batch rows `copies` have the same prompt as `source`, whose prefill was just observed: take its state over."""
+        """Batch rows `copies` have the same prompt as `source`, whose prefill was just observed: take its state
+        over."""
 
     @abstractmethod
     def propose(self, context: DraftContext) -> Draft:
@@ -59,7 +62,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, window: Window, features: tuple[Float[Tensor, "b w d"], ...], verdict: Verdict) -> None:
-        """Learn what became of a window (prefill windows, kept whole, included); `features` follow the order of `taps`."""
+        """Learn what became of a window (prefill windows, kept whole, included); `features` follow the order of
+        `taps`."""
 
     @abstractmethod
     def end(self) -> None:

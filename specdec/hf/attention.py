@@ -39,7 +39,8 @@ class StepContext:
 
 
 def register_attention() -> None:
-    """Make the name known to transformers; without a mask function, so that models build no mask.  May be called often."""
+    """Make the name known to transformers; without a mask function, so that models build no mask.  May be called
+    often."""
     AttentionInterface.register(NAME, attention_function)
 
 
@@ -68,7 +69,9 @@ def attention_function(
         raise UnsupportedError(f"{type(module).__name__} uses a position bias, which is not supported")
     if attention_mask is not None:
         raise UnsupportedError(f"{type(module).__name__} builds its own attention mask, which is not supported")
-    layer_idx = module.layer_idx
+    layer_idx = module.__dict__.get("layer_idx")
+    if not isinstance(layer_idx, int):
+        raise UnsupportedError(f"{type(module).__name__} has no layer_idx, which is not supported")
     rules = AttentionRules(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     specdec_step.rules[layer_idx] = rules
     number = specdec_step.layer_numbers.get(layer_idx, layer_idx)
@@ -78,7 +81,8 @@ def attention_function(
 
 @contextmanager
 def attention_switched(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
-    """Let the models of these configurations use specdec's attention inside the context, and their own again after it."""
+    """Let the models of these configurations use specdec's attention inside the context, and their own again after
+    it."""
     before = [config._attn_implementation_internal for config in configs]
     try:
         for config in configs:

@@ -26,12 +26,14 @@ from specdec.hf.streaming import StreamRelay
 from specdec.hf.target import HFTarget, check_supported
 from specdec.kv.deferred import DeferredWriter
 from specdec.kv.direct import DirectWriter
+from specdec.kv.pages import PagedKVCache
+from specdec.kv.writer import KVWriter
 from specdec.sampling import GeneratorNoise, Sampler
 from specdec.types import StepRecord
 from specdec.verify.base import Verifier
 from specdec.verify.eager import EagerVerifier
 
-WRITERS: dict[str, Any] = {"deferred": DeferredWriter, "direct": DirectWriter}
+WRITERS: dict[str, Callable[[PagedKVCache], KVWriter]] = {"deferred": DeferredWriter, "direct": DirectWriter}
 VERIFIERS: dict[str, Callable[[], Verifier]] = {"eager": EagerVerifier}
 
 OnStep = Callable[[StepRecord], None]
@@ -53,7 +55,7 @@ def generate(
     """Generate as `model.generate(inputs, **kwargs)` does, token for token in fp32, in fewer forwards.
 
     Args:
-        drafter: a name (`none`, `ngram`, `suffix`, `assistant:MODEL`, `eagle:PATH`), a `Drafter`, or an assistant model.
+        drafter: a name (`none`, `ngram`, `suffix`, `assistant:MODEL`, `eagle:PATH`), a `Drafter`, or a model that assists.
         writer: `deferred` (NWOR) or `direct`.
         verifier: a name or a `Verifier`.
         on_step: called with the `StepRecord` of every step.
@@ -94,7 +96,7 @@ def custom_generate(
     Hugging Face does not hand its streamer on to custom methods: give it here as well.
     """
     make_writer = choose("writer", writer, WRITERS)
-    chosen = verifier if isinstance(verifier, Verifier) else choose("verifier", verifier, dict(VERIFIERS))()  # type: ignore[operator]
+    chosen = verifier if isinstance(verifier, Verifier) else choose("verifier", verifier, VERIFIERS)()
 
     def decode(
         model: PreTrainedModel,
@@ -107,7 +109,7 @@ def custom_generate(
         _refuse_unsupported_mode(generation_config)
         target = HFTarget(model, attention)
         mask = _take_model_inputs(target, input_ids, model_kwargs)
-        decoder = SpeculativeDecoder(target, make_drafter(drafter, model), make_writer, chosen, spec_config)  # type: ignore[arg-type]
+        decoder = SpeculativeDecoder(target, make_drafter(drafter, model), make_writer, chosen, spec_config)
         request = _Request(decoder, input_ids, mask, generation_config, logits_processor, stopping_criteria)
         return request.run(on_step, streamer)
 
@@ -129,17 +131,18 @@ class _Request:
         noise = self._noise() if self.config.do_sample else None
         sampler = self._sampler(noise)
         relay = None if streamer is None else StreamRelay(streamer, sampler.pad_token)
-        steps = self.decoder.stream(
+        start = self.decoder.start(
             self.input_ids, self.attention_mask, sampler=sampler, max_length=self.config.max_length
         )
         try:
-            for record in steps:
-                if relay is not None:
-                    relay.relay(sampler.emitted, sampler.done)
-                if on_step is not None:
-                    on_step(record)
+            with start as run:
+                while sampler.active_rows:
+                    record = self.decoder.step(run)
+                    if relay is not None:
+                        relay.relay(sampler.emitted, sampler.done)
+                    if on_step is not None:
+                        on_step(record)
         finally:
-            steps.close()
             if noise is not None:
                 self._leave_rng_as_plain_decoding(noise, max(map(len, sampler.emitted)))
         if streamer is not None:
@@ -186,11 +189,12 @@ class _Request:
         sequences = torch.cat([self.input_ids, new_tokens], dim=1)
         if not self.config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(
+        fields: dict[str, Any] = dict(
             sequences=sequences,
             scores=_by_index(sampler.scores) if self.config.output_scores else None,
             logits=_by_index(sampler.logits) if self.config.output_logits else None,
         )
+        return GenerateDecoderOnlyOutput(**fields)
 
 
 def _by_index(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -269,7 +273,7 @@ def _with_stop_strings_as_criterion(model: PreTrainedModel, kwargs: dict[str, An
 
 @contextmanager
 def _stop_strings_hidden(model: PreTrainedModel) -> Iterator[None]:
-    """Keep transformers from refusing the stop strings of the model's own generation config, which are a criterion by now."""
+    """Hide the stop strings of the model's own generation config, which are a criterion by now, from transformers."""
     own = model.generation_config
     if own is None or own.stop_strings is None:
         yield

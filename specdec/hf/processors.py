@@ -1,4 +1,5 @@
-"""What transformers' logits processors and stopping criteria look at, so that verification can be as parallel as they allow."""
+"""What transformers' logits processors and stopping criteria look at, so that verification can be as parallel as
+they allow."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def looks_at_batch(processors: Sequence[object], criteria: Sequence[object]) -> 
 
 
 def hold_rows(processors: Sequence[object], num_rows: int) -> bool:
-    """Whether some processor may hold one value per batch row (a padding length, say), so that rows must keep their places."""
+    """Whether some processor may hold one value per batch row (a padding length, say), so that rows must keep their
+    places."""
     held = (value for processor in processors for value in vars(processor).values())
     return any(isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_rows for value in held)
 

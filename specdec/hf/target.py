@@ -42,7 +42,8 @@ class ModelProfile:
 class HFTarget(Target):
     """A Hugging Face causal language model as a `Target`.
 
-    Raises `UnsupportedError`, naming the feature, for models that cannot be driven this way.  The first target of a model runs it
+    Raises `UnsupportedError`, naming the feature, for models that cannot be driven this way.  The first target of a
+    model runs it
     over one token to see its layers; the result stays with the model.
     """
 
@@ -50,7 +51,7 @@ class HFTarget(Target):
         check_supported(model)
         register_attention()
         self.model = model
-        self._attend = choose("attention", attention, dict(ATTENTION))
+        self._attend = choose("attention", attention, ATTENTION)
         self._configs = unique_configs(model)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._takes_position_ids = "position_ids" in inspect.signature(model.forward).parameters
@@ -74,7 +75,8 @@ class HFTarget(Target):
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def bind_token_inputs(self, inputs: dict[str, Sequence[Int[Tensor, " t"]]]) -> None:
-        """Pass further per-token inputs (`token_type_ids`) on to the model: one tensor per batch row, covering its prompt.
+        """Pass further per-token inputs (`token_type_ids`) on to the model: one tensor per batch row, covering its
+        prompt.
 
         Tokens behind the prompt get the prompt's last value, as in `model.generate`.
         """
@@ -114,7 +116,7 @@ class HFTarget(Target):
 
             return hook
 
-        layers = decoder_layers(self.model) if taps else []
+        layers: Sequence[nn.Module] = list(decoder_layers(self.model)) if taps else []
         for tap in taps:
             if not -1 <= tap < len(layers):
                 raise ConfigError(f"tap={tap}; accepted: -1 (after the final norm) to {len(layers) - 1} (layer inputs)")
@@ -138,8 +140,8 @@ class HFTarget(Target):
             logits = self._call(window, context)
         if not writer.shapes:
             raise UnsupportedError(
-                f"{type(self.model).__name__} never called its attention function; models whose layers do not go through "
-                "transformers' AttentionInterface are not supported"
+                f"{type(self.model).__name__} never called its attention function; models whose layers do not go "
+                "through transformers' AttentionInterface are not supported"
             )
         order = sorted(writer.shapes)
         profile = ModelProfile(
@@ -160,9 +162,6 @@ class _ShapeRecorder(KVWriter):
         self.shapes: dict[int, LayerShape] = {}
         none = torch.zeros(1, 0, dtype=torch.int32, device=device)
         self._prefix = PrefixLayout(none, torch.zeros(1, dtype=torch.int32, device=device), (0,), None)
-
-    def slots_needed(self, num_nodes: int, depth: int) -> int:
-        return 0
 
     def begin(self, window: Window) -> None:
         pass
@@ -194,7 +193,8 @@ def check_supported(model: PreTrainedModel) -> None:
     recurrent = [kind for kind in getattr(text, "layer_types", None) or [] if any(r in kind for r in RECURRENT_LAYERS)]
     if recurrent or getattr(model, "_is_stateful", False):
         raise UnsupportedError(
-            f"{name} has recurrent layers ({', '.join(sorted(set(recurrent))) or 'stateful'}), whose state cannot be rolled "
+            f"{name} has recurrent layers ({', '.join(sorted(set(recurrent))) or 'stateful'}), whose state cannot be "
+            f"rolled "
             "back; use model.generate()"
         )
     if not getattr(model, "_supports_attention_backend", False):

@@ -26,9 +26,6 @@ class DeferredWriter(KVWriter):
         self._open: Staging | None = None
         self._bytes_copied = 0
 
-    def slots_needed(self, num_nodes: int, depth: int) -> int:
-        return depth + 1
-
     def begin(self, window: Window) -> None:
         if self._open is not None:
             raise WindowError("begin while a window is open; commit or abort it first")
@@ -46,7 +43,8 @@ class DeferredWriter(KVWriter):
         staging, cache = self._open, self._cache
         kept = staging.check_complete(verdict)
         slots = staging.destination_slots(kept)
-        # A chain kept from one row is the front of its staged rows, and fresh rows lie contiguously: both become slices.
+        # A chain kept from one row is the front of its staged rows, and fresh rows lie contiguously: both become
+        # slices.
         count, first = len(slots), int(slots[0])
         is_slice = staging.window.is_chain and len(kept) == 1 and int(slots[-1]) - first == count - 1
         sources = None if is_slice else staging.source_rows(verdict, kept)
@@ -64,4 +62,3 @@ class DeferredWriter(KVWriter):
 
     def abort(self) -> None:
         self._open = None
-

@@ -1,4 +1,5 @@
-"""The classic design, kept as baseline: every staged row is written at once, kept rows of a tree are moved afterwards."""
+"""The classic design, kept as baseline: every staged row is written at once, kept rows of a tree are moved
+afterwards."""
 
 from __future__ import annotations
 
@@ -25,9 +26,6 @@ class DirectWriter(KVWriter):
         self._slots = torch.empty(0, dtype=torch.long)
         self._sources = torch.empty(0, dtype=torch.long)
         self._bytes_copied = 0
-
-    def slots_needed(self, num_nodes: int, depth: int) -> int:
-        return num_nodes
 
     def begin(self, window: Window) -> None:
         if self._open is not None:

@@ -22,6 +22,8 @@ class BlockAllocator:
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages))
         self._references = [0] * num_pages
+        self.peak_held = 0
+        """Most pages that were held at once."""
 
     @property
     def num_pages(self) -> int:
@@ -44,6 +46,7 @@ class BlockAllocator:
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._references[page] = 1
+        self.peak_held = max(self.peak_held, self.num_pages - self.num_free)
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
@@ -98,7 +101,7 @@ class Plane:
 class PagedKVCache:
     """K/V of a batch of rows in pages, with prefixes shared between rows.
 
-    Storage is one tensor per kind of row and group of equal layers, so that a commit is a few calls whatever the number of layers.
+    Storage is one tensor per kind of row and group of equal layers: a commit is a few calls however many the layers.
     Lengths and page tables live on the host; the device copies are made when a window asks for them.
     """
 
@@ -106,7 +109,7 @@ class PagedKVCache:
         self, layers: Sequence[LayerShape], num_pages: int, page_size: int = 16, growable: bool = False
     ) -> None:
         """Args:
-        growable: a shortage of pages makes the storage grow (by half at least, which copies it) instead of raising `OutOfPages`.
+        growable: a shortage of pages makes the storage grow by half at least, which copies it, and raises nothing.
         """
         if page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size={page_size}; accepted: {', '.join(map(str, PAGE_SIZES))}")
@@ -160,7 +163,7 @@ class PagedKVCache:
         return tuple(self._tables[row])
 
     def fork(self, source: int) -> int:
-        """Add a row that shares all committed pages of `source`; the shared tail is copied on the first write into it."""
+        """Add a row that shares all committed pages of `source`; a shared tail is copied on the first write into it."""
         row = self.add_row()
         self.refork(source, row)
         return row
@@ -214,7 +217,7 @@ class PagedKVCache:
         shared = [row for row, count in zip(rows, num_tokens, strict=True) if count > 0 and self._tail_is_shared(row)]
         if sum(missing) == 0 and not shared:
             return 0
-        # Of the rows that share one tail page, the last to write may keep it; asking for one page each is at most that too many.
+        # The last of the rows that share a tail page may keep it; one page for each is at most one too many.
         wanted = sum(missing) + len(shared)
         if self.growable and wanted > self.allocator.num_free:
             self.grow(max(wanted - self.allocator.num_free, self.allocator.num_pages // 2))
@@ -240,7 +243,7 @@ class PagedKVCache:
             self.planes[i] = Plane(plane.layers, storage)
         self._pages = self._views()
 
-    # -- what writers and attention read --------------------------------------------------------------------------------
+    # -- what writers and attention read ------------------------------------------------------------------------------
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V pages of a layer, each `[num_pages page_size h d]`."""
@@ -260,7 +263,9 @@ class PagedKVCache:
         if rows not in self._layouts:
             tables = [self._tables[row] for row in rows]
             width = max((len(table) for table in tables), default=0)
-            table = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32).reshape(len(rows), width)
+            table = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32).reshape(
+                len(rows), width
+            )
             self._layouts[rows] = (table.to(device), self._spans(tables))
         table, spans = self._layouts[rows]
         lengths = tuple(self._lengths[row] for row in rows)
@@ -278,14 +283,15 @@ class PagedKVCache:
         held: dict[int, int] = {}
         for row, table in enumerate(self._tables):
             if self._lengths[row] > len(table) * self.page_size:
-                raise CacheCorruption(f"row {row}: {self._lengths[row]} tokens in {len(table)} pages of {self.page_size}")
+                raise CacheCorruption(
+                    f"row {row}: {self._lengths[row]} tokens in {len(table)} pages of {self.page_size}"
+                )
             for page in table:
                 held[page] = held.get(page, 0) + 1
         for page in range(self.allocator.num_pages):
             if held.get(page, 0) != self.allocator.references(page):
-                raise CacheCorruption(
-                    f"page {page}: {held.get(page, 0)} rows hold it, the allocator counts {self.allocator.references(page)}"
-                )
+                counted = self.allocator.references(page)
+                raise CacheCorruption(f"page {page}: {held.get(page, 0)} rows hold it, the allocator counts {counted}")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ class Staging:
         self._prefix = cache.layout(window.rows, window.tokens.device)
         for row, length in zip(window.rows, window.context_lengths, strict=True):
             if cache.length(row) != length:
-                raise WindowError(f"window row {row}: context length {length}; the cache holds {cache.length(row)} tokens")
+                raise WindowError(
+                    f"window row {row}: context length {length}; the cache holds {cache.length(row)} tokens"
+                )
 
     @property
     def rows_staged(self) -> int:
@@ -38,9 +40,8 @@ class Staging:
         for name, rows, width in (("k", k, shape.k_size), ("v", v, shape.v_size)):
             expected = (*size, shape.num_kv_heads, width)
             if rows.shape != expected or rows.dtype != shape.dtype:
-                raise WindowError(
-                    f"stage of layer {layer}: {name} is {tuple(rows.shape)} {rows.dtype}; expected {expected} {shape.dtype}"
-                )
+                found = f"{tuple(rows.shape)} {rows.dtype}"
+                raise WindowError(f"stage of layer {layer}: {name} is {found}; expected {expected} {shape.dtype}")
         for (plane, index), rows in zip(self.cache.places(layer), (k, v), strict=True):
             if self._rows[plane][index] is not None:
                 raise WindowError(f"layer {layer} is staged twice in one window")
@@ -65,7 +66,9 @@ class Staging:
             if not 1 <= count <= min(nodes, len(path)):
                 raise WindowError(f"verdict row {row} keeps {count} of {nodes} nodes with a path of {len(path)}")
             if path[0] != 0 or any(not 0 <= node < nodes for node in path[:count]):
-                raise WindowError(f"verdict row {row}: path {path[:count]} leaves the window of {nodes} nodes or its root")
+                raise WindowError(
+                    f"verdict row {row}: path {path[:count]} leaves the window of {nodes} nodes or its root"
+                )
         return kept
 
     def source_rows(self, verdict: Verdict, kept: list[int]) -> Int[Tensor, " rows"]:

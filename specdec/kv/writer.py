@@ -18,10 +18,6 @@ class KVWriter(ABC):
     """
 
     @abstractmethod
-    def slots_needed(self, num_nodes: int, depth: int) -> int:
-        """Slots behind a row's end that a window of `num_nodes` nodes and that depth takes while it is open."""
-
-    @abstractmethod
     def begin(self, window: Window) -> None:
         """Open a window; reserves the slots that its commit needs, raising `OutOfPages` before anything changed."""
 
