@@ -266,7 +266,7 @@ def test_a_gguf_file_loads_dequantised(tmp_path: Path) -> None:
 
 
 def write_gguf(file: Path) -> Path:
-    """A one-layer Llama with a vocabulary of three, written with the `gguf` package."""
+    """A one-layer Llama with a vocabulary of four, written with the `gguf` package."""
     import gguf
     import numpy
 
@@ -278,18 +278,18 @@ def write_gguf(file: Path) -> Path:
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(3)
+    writer.add_vocab_size(4)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b", "ab"])
-    writer.add_token_types([1, 1, 1])
-    writer.add_token_merges(["a b"])
+    writer.add_token_list(["a", "b", "ab", "abb"])
+    writer.add_token_types([1, 1, 1, 1])
+    writer.add_token_merges(["a b", "ab b"])
     shapes = {"attn_q": (8, 8), "attn_k": (4, 8), "attn_v": (4, 8), "attn_output": (8, 8)}
     shapes |= {"ffn_gate": (8, 8), "ffn_up": (8, 8), "ffn_down": (8, 8), "attn_norm": (8,), "ffn_norm": (8,)}
     random = numpy.random.default_rng(0)
     for name, shape in shapes.items():
         writer.add_tensor(f"blk.0.{name}.weight", random.normal(size=shape).astype(numpy.float32))
-    for name, shape in {"token_embd": (3, 8), "output": (3, 8), "output_norm": (8,)}.items():
+    for name, shape in {"token_embd": (4, 8), "output": (4, 8), "output_norm": (8,)}.items():
         writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(numpy.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
