@@ -108,7 +108,7 @@ class SuffixAutomaton(TextIndex):
         return link, self._length[link]
 
     def places(self, state: int) -> Iterator[int]:
-        """Places behind the occurrences of a state's strings, the end of the text included; roughly, recent ones first."""
+        """Places behind the occurrences of a state's strings, in no order, the end of the text included."""
         waiting = [state]
         while waiting:
             state = waiting.pop()

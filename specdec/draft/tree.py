@@ -1,4 +1,4 @@
-"""Trees of drafted tokens in plain Python: grown from places where the text stood before, or merged from other trees."""
+"""Trees of drafted tokens in plain Python: grown from places where the text stood before, or merged."""
 
 from __future__ import annotations
 
