@@ -117,7 +117,10 @@ class EagleHead(nn.Module):
         # Module.to(dtype) would round a floating-point buffer; the frequencies stay in fp32 and move when used.
         self._frequencies = config.rope.frequencies(config.head_dim)
         self.target_ids: Tensor
-        self.register_buffer("target_ids", torch.arange(config.num_draft_tokens), persistent=False)
+        self.token_order: Tensor | None
+        ids = torch.arange(config.num_draft_tokens, device="cpu")
+        self.register_buffer("target_ids", ids, persistent=False)
+        self.register_buffer("token_order", None, persistent=False)
         self._borrowed: dict[str, Tensor] = {}
 
     @property
@@ -213,6 +216,16 @@ class EagleHead(nn.Module):
         if len(target_ids.unique()) != expected:
             raise CheckpointError(f"d2t: expected {expected} distinct target ids, found {len(target_ids.unique())}")
         self.target_ids.copy_(target_ids)
+
+    def set_token_order(self, order: Int[Tensor, " v"] | None) -> None:
+        """Say which target tokens are frequent, most frequent first: what a narrower vocabulary keeps."""
+        if order is not None:
+            size = self.config.vocab_size
+            if len(order) > size or bool(((order < 0) | (order >= size)).any()) or len(order.unique()) != len(order):
+                raise CheckpointError(
+                    f"token_order: expected distinct ids from 0 to {size - 1}, found {tuple(order.shape)}"
+                )
+        self.token_order = order
 
     # -- the head itself ----------------------------------------------------------------------------------------------
 

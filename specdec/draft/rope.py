@@ -31,7 +31,7 @@ class RopeConfig:
 
     def frequencies(self, head_dim: int) -> Float[Tensor, " half"]:
         """Inverse frequencies, one for each pair of channels."""
-        plain = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        plain = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
         return _FREQUENCIES[self.kind](plain, self)
 
     @property
@@ -84,7 +84,7 @@ def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
-    ramp = ((torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(pairs, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 
 

@@ -36,7 +36,7 @@ def random_head(config: EagleHeadConfig, seed: int = 0) -> EagleHead:
 
 
 def written_out(head: EagleHead, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """One sequence [w d] through the layer, scalar by scalar where it matters; returns the hidden state before any norm."""
+    """One sequence [w d] through the layer, scalar by scalar where it matters: the hidden state before any norm."""
     c, layer = head.config, head.layer
 
     def norm(x, module):
