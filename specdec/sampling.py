@@ -84,17 +84,23 @@ class GeneratorNoise(Noise):
 def pick_tokens(scores: Float[Tensor, "n v"], noise: Float[Tensor, "n v"] | None) -> Int[Tensor, " n"]:
     """One token per row: the argmax when `noise` is None, a sample otherwise.  Raises `NonFiniteLogits`;
     synchronises."""
+    tokens = pick_or_flag(scores, noise)
+    if bool((tokens < 0).any()):
+        raise NonFiniteLogits(NO_PICK)
+    return tokens
+
+
+NO_PICK = "the target's scores hold NaN, or no token has a finite score; no token can be picked"
+
+
+def pick_or_flag(scores: Float[Tensor, "*n v"], noise: Float[Tensor, "*n v"] | None) -> Int[Tensor, "*n"]:
+    """What `pick_tokens` picks, and -1 where there is nothing to pick from; reads nothing on the host."""
     if noise is None:
-        tokens = scores.argmax(-1)
-        picked = scores.gather(-1, tokens[:, None])
-        # argmax returns the place of a NaN where there is one, so looking at the picked score is enough.
-        if bool(picked.isnan().any()):
-            raise NonFiniteLogits("the target's scores hold NaN; no token can be picked")
-        return tokens
+        # max returns a NaN where there is one, so looking at the picked score is enough.
+        best, tokens = scores.max(-1)
+        return tokens.masked_fill(best.isnan(), -1)
     probs = scores.softmax(-1)
-    if bool(probs.isnan().any()):
-        raise NonFiniteLogits("the target's scores hold NaN, or no token has a finite score; no token can be picked")
-    return (probs / noise).argmax(-1)
+    return (probs / noise).argmax(-1).masked_fill(probs.isnan().any(-1), -1)
 
 
 class Sampler:
@@ -136,7 +142,7 @@ class Sampler:
         self.processors = tuple(processors)
         self.criteria = tuple(criteria)
         self.noise = noise
-        self.scores_only = scores_only
+        self.scores_only = scores_only or not processors
         self.lockstep = lockstep
         self.pad_token = pad_token
         self.emitted: list[list[int]] = [[] for _ in prompts]
@@ -179,7 +185,7 @@ class Sampler:
             scores = self._process(batch_rows, index, scores)
             noise = None if self.noise is None else self.noise.at(index)[batch_rows]
             tokens[members] = pick_tokens(scores, noise)
-            self._record(batch_rows, scores, raw)
+            self.record(batch_rows, scores, raw)
         return tokens, self.push(rows, tokens.tolist())
 
     def push(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
@@ -192,6 +198,27 @@ class Sampler:
         if self._stop_together and not all(self._pending_done):
             return [False] * len(rows)
         return [self._pending_done[row] for row in rows]
+
+    def process_nodes(self, scores: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+        """Process the scores of any nodes at once; only for `scores_only` processors, which ask for no prefix."""
+        prefix = self.prompts[:1].expand(len(scores), -1).to(scores.device)
+        for processor in self.processors:
+            scores = processor(prefix, scores)
+        return scores
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether processed scores or raw logits of emitted tokens are wanted."""
+        return self._keep_scores or self._keep_logits
+
+    def record(self, rows: Sequence[int], scores: Float[Tensor, "n v"], raw: Float[Tensor, "n v"] | None) -> None:
+        """Keep, as far as wanted, the scores and raw logits of tokens about to be pushed; done before `push`, whose
+        criteria look at them."""
+        for i, row in enumerate(rows):
+            if self._keep_scores:
+                self.scores[row].append(scores[i].clone())
+            if raw is not None and self._keep_logits:
+                self.logits[row].append(raw[i])
 
     def settle(self) -> None:
         """The step stands: pending tokens become emitted ones."""
@@ -232,13 +259,6 @@ class Sampler:
         for processor in self.processors:
             scores = processor(prefix, scores)
         return scores
-
-    def _record(self, rows: list[int], scores: Tensor, raw: Tensor | None) -> None:
-        for i, row in enumerate(rows):
-            if self._keep_scores:
-                self.scores[row].append(scores[i].clone())
-            if raw is not None:
-                self.logits[row].append(raw[i])
 
     def _write(self, row: int, token: int) -> None:
         column = self.prompts.shape[1] + self.num_generated(row)
