@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.draft.eagle_config import EagleHeadConfig
 from specdec.draft.eagle_head import EagleHead
-from specdec.errors import CheckpointError, choose
+from specdec.errors import CheckpointError, ConfigError, choose
 from specdec.hf import checkpoint_files
 from specdec.hf.checkpoint_export import EXPORTS, Verifier
 from specdec.hf.checkpoint_formats import TargetShape, canonical_names, detect, head_config
@@ -44,8 +44,12 @@ def load_head(
     if taps is not None:
         raw = raw | {"eagle_aux_hidden_state_layer_ids": list(taps)}
     config = head_config(kind, raw, tensors, target)
-    if overrides:
-        config = replace(config, **overrides)
+    for name, value in overrides.items():
+        if name not in vars(config):
+            raise ConfigError(
+                f"{name}={value!r}: unknown option of EagleHeadConfig; accepted: {', '.join(vars(config))}"
+            )
+    config = replace(config, **overrides)
     if target is not None:
         check_fits(config, target)
     head = build_head(config, tensors)
@@ -59,28 +63,30 @@ def save_head(
     format: str = "speculators",
     *,
     verifier: Verifier | None = None,
-    lend: bool = False,
+    standalone: bool = True,
 ) -> None:
     """Write a head as safetensors: `speculators` (vLLM) or `safeailab` (SafeAILab's EAGLE, SGLang).
 
     Args:
         verifier: the target that the configuration names.
-        lend: write the borrowed embedding and `lm_head` too, so that the files stand alone.
+        standalone: write the borrowed embedding and `lm_head` too, as other engines want them; False keeps the files
+            small, for `load_head`.
 
     Raises `UnsupportedError` where the format cannot express the head.
     """
     export: Any = choose("format", format, dict(EXPORTS))
-    tensors = saved_tensors(head, lend)
+    tensors = saved_tensors(head, standalone)
     config, named = export(head, tensors, verifier or Verifier())
     checkpoint_files.write(Path(path), config, named, head.token_order)
 
 
-def saved_tensors(head: EagleHead, lend: bool) -> dict[str, Tensor]:
+def saved_tensors(head: EagleHead, standalone: bool) -> dict[str, Tensor]:
     """Parameters and vocabulary map of a head under canonical names."""
     tensors = dict(head.state_dict())
-    if lend:
+    if standalone:
         tensors["embed_tokens.weight"] = head.embedding_weight[: head.config.vocab_size]
-        tensors["lm_head.weight"] = head.lm_head_weight
+        if head.config.kind == "eagle3":
+            tensors["lm_head.weight"] = head.lm_head_weight
     if head.config.reduced:
         tensors["d2t"], tensors["t2d"] = head.d2t, head.t2d
     return tensors

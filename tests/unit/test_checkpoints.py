@@ -481,7 +481,7 @@ def test_a_safeailab_round_trip_is_bit_exact(tmp_path: Path) -> None:
             tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
             tensors["embed_tokens.weight"] = numbers(V, H).to(dtype)
             head = load_head(put(tmp_path / name, (config, tensors)), TARGET)
-            save_head(head, tmp_path / "again", "safeailab")
+            save_head(head, tmp_path / "again", "safeailab", standalone=False)
             again = load_file(tmp_path / "again" / "model.safetensors")
             assert again.keys() == tensors.keys()
             for key, tensor in tensors.items():
@@ -524,7 +524,7 @@ def test_a_speculators_round_trip_keeps_everything(tmp_path: Path, changes: dict
     if head.config.reduced:
         head.set_vocabulary(IDS)
     head.set_token_order(torch.randperm(V))
-    save_head(head, tmp_path)
+    save_head(head, tmp_path, standalone=False)
     again = load_head(tmp_path, TARGET)
     assert run(again).equal(run(head))
     assert again.token_order is not None and again.token_order.equal(head.token_order)
@@ -534,13 +534,13 @@ def test_a_speculators_round_trip_keeps_everything(tmp_path: Path, changes: dict
             assert getattr(again.config, field.name) == getattr(head.config, field.name), field.name
 
 
-def test_lent_weights_are_written_on_request(tmp_path: Path) -> None:
+def test_lent_weights_are_written_unless_asked_not_to(tmp_path: Path) -> None:
     head = random_head(dataclasses.replace(FULL, tie_lm_head=True, draft_vocab_size=None))
     weight = torch.randn(V, H)
     head.borrow(embeddings=weight, lm_head=weight)
-    save_head(head, tmp_path / "small")
+    save_head(head, tmp_path / "small", standalone=False)
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(load_file(tmp_path / "small" / "model.safetensors"))
-    save_head(head, tmp_path / "whole", lend=True)
+    save_head(head, tmp_path / "whole")
     assert load_file(tmp_path / "whole" / "model.safetensors")["lm_head.weight"].equal(weight)
     whole = load_head(tmp_path / "whole", TARGET)
     assert whole.embed_tokens is not None and not whole.config.tie_lm_head
@@ -562,10 +562,14 @@ def test_lent_weights_are_written_on_request(tmp_path: Path) -> None:
 )
 def test_what_a_format_cannot_express_is_refused(tmp_path: Path, format: str, changes: dict, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        save_head(random_head(dataclasses.replace(FULL, **changes)), tmp_path, format)
+        save_head(random_head(dataclasses.replace(FULL, **changes)), tmp_path, format, standalone=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_formats_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"format='gguf' is not known; accepted: safeailab, speculators"):
         save_head(random_head(FULL), tmp_path, "gguf")
+    with pytest.raises(ConfigError, match=r"the head has no embed_tokens.weight; lend it the target's"):
+        save_head(random_head(FULL), tmp_path)
+    with pytest.raises(ConfigError, match=r"norm_of_everything=True: unknown option of EagleHeadConfig"):
+        load_head(put(tmp_path, eagle3_files()), TARGET, norm_of_everything=True)
