@@ -107,6 +107,7 @@ class SpeculativeDecoder:
         room = max_length - input_ids.shape[1]
         if room < 1:
             raise ConfigError(f"max_length={max_length}; accepted: more than the prompt's {input_ids.shape[1]} tokens")
+        sampler.limit(room)
         longest = max(map(len, prompts))
         config = self.config
         per_row = longest + min(room, LARGEST_FIRST_RESERVATION) + config.max_drafts + 1

@@ -153,6 +153,7 @@ class Sampler:
         self._stop_together = stop_together
         self._keep_scores = keep_scores
         self._keep_logits = keep_logits
+        self._max_new_tokens: int | None = None
         self._pending: list[list[int]] = [[] for _ in prompts]
         self._pending_done = list(self.done)
         self._ids = torch.cat([prompts, prompts.new_full((len(prompts), 256), pad_token)], dim=1)
@@ -195,6 +196,9 @@ class Sampler:
         if self.criteria:
             for _, members in self._by_index(rows).items():
                 self._check_criteria([rows[i] for i in members])
+        if self._max_new_tokens is not None:
+            for row in rows:
+                self._pending_done[row] |= self.num_generated(row) >= self._max_new_tokens
         if self._stop_together and not all(self._pending_done):
             return [False] * len(rows)
         return [self._pending_done[row] for row in rows]
@@ -219,6 +223,10 @@ class Sampler:
                 self.scores[row].append(scores[i].clone())
             if raw is not None and self._keep_logits:
                 self.logits[row].append(raw[i])
+
+    def limit(self, max_new_tokens: int) -> None:
+        """End every row after so many tokens at the latest, whatever the criteria say."""
+        self._max_new_tokens = max_new_tokens
 
     def settle(self) -> None:
         """The step stands: pending tokens become emitted ones."""

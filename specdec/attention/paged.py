@@ -60,7 +60,7 @@ def _attend_in_place(
     elif width > 1:
         hidden = window.not_ancestors[0]
         scores.view(kv_heads, -1, width, scores.shape[2])[..., -width:].masked_fill_(hidden, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     split = span.stop - span.start
     output = torch.bmm(weights[..., :split], v_span) + torch.bmm(weights[..., split:], v)
     return output.view(heads, width, -1).transpose(0, 1)[None]

@@ -34,14 +34,15 @@ def attend(
     k = torch.cat([read_prefix(view.k_pages, view), view.k], dim=1)
     v = torch.cat([read_prefix(view.v_pages, view), view.v], dim=1)
     groups = query.shape[1] // k.shape[2]
-    k, v = (rows.transpose(1, 2).repeat_interleave(groups, dim=1).float() for rows in (k, v))
-    scores = query.float() @ k.transpose(2, 3) * rules.scaling
+    wide = torch.promote_types(query.dtype, torch.float32)
+    k, v = (rows.transpose(1, 2).repeat_interleave(groups, dim=1).to(wide) for rows in (k, v))
+    scores = query.to(wide) @ k.transpose(2, 3) * rules.scaling
     if rules.softcap is not None:
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
     mask = visible(view, window, rules.sliding_window)
     scores = scores.masked_fill(~mask[:, None], float("-inf"))
     if rules.sinks is not None:
-        sinks = rules.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        sinks = rules.sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2).to(query.dtype)

@@ -33,7 +33,9 @@ from specdec.types import StepRecord
 from specdec.verify.base import Verifier
 from specdec.verify.eager import EagerVerifier
 
-WRITERS: dict[str, Callable[[PagedKVCache], KVWriter]] = {"deferred": DeferredWriter, "direct": DirectWriter}
+MakeWriter = Callable[[PagedKVCache], KVWriter]
+
+WRITERS: dict[str, MakeWriter] = {"deferred": DeferredWriter, "direct": DirectWriter}
 VERIFIERS: dict[str, Callable[[], Verifier]] = {"eager": EagerVerifier}
 
 OnStep = Callable[[StepRecord], None]
@@ -44,7 +46,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: str | Drafter | PreTrainedModel | None = "suffix",
-    writer: str = "deferred",
+    writer: str | MakeWriter = "deferred",
     verifier: str | Verifier = "eager",
     spec_config: SpecConfig | None = None,
     attention: str = "paged",
@@ -55,8 +57,8 @@ def generate(
     """Generate as `model.generate(inputs, **kwargs)` does, token for token in fp32, in fewer forwards.
 
     Args:
-        drafter: a name (`none`, `ngram`, `suffix`, `assistant:MODEL`, `eagle:PATH`), a `Drafter`, or a model that assists.
-        writer: `deferred` (NWOR) or `direct`.
+        drafter: a name (`none`, `ngram`, `suffix`, `assistant:MODEL`, `eagle:PATH`), a `Drafter`, or a model to assist.
+        writer: `deferred` (NWOR), `direct`, or what makes a `KVWriter` from its cache (a writer class, say).
         verifier: a name or a `Verifier`.
         on_step: called with the `StepRecord` of every step.
         kwargs: everything that `model.generate` takes, stop strings and their tokenizer included.
@@ -84,7 +86,7 @@ def generate(
 def custom_generate(
     *,
     drafter: str | Drafter | PreTrainedModel | None = "suffix",
-    writer: str = "deferred",
+    writer: str | MakeWriter = "deferred",
     verifier: str | Verifier = "eager",
     spec_config: SpecConfig | None = None,
     attention: str = "paged",
@@ -95,7 +97,7 @@ def custom_generate(
 
     Hugging Face does not hand its streamer on to custom methods: give it here as well.
     """
-    make_writer = choose("writer", writer, WRITERS)
+    make_writer = choose("writer", writer, WRITERS) if isinstance(writer, str) else writer
     chosen = verifier if isinstance(verifier, Verifier) else choose("verifier", verifier, VERIFIERS)()
 
     def decode(
