@@ -60,9 +60,9 @@ def accepted_of(draft: Draft, truth: Sequence[int], row: int = 0) -> int:
 class TinyTarget(Target):
     """One attention layer with random weights; keeps its windows, refuses ids and positions it does not have."""
 
-    def __init__(self, vocab_size: int = 23, max_length: int | None = None, seed: int = 0, scale: float = 3.0) -> None:
+    def __init__(self, vocab_size: int = 23, max_length: int | None = None, seed: int = 0, scale: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._size = 8
+        self._size = 16
         self._embed = torch.randn(vocab_size, self._size, generator=generator)
         self._place = torch.randn(512, self._size, generator=generator)
         self._qkv = torch.randn(3, self._size, self._size, generator=generator)
@@ -71,6 +71,9 @@ class TinyTarget(Target):
         self.forwards: list[Window] = []
         self.fails_at: int | None = None
         self.spoil: float | None = None
+        """Stands in place of all logits of the first row."""
+        self.forced: dict[int, float] = {}
+        """Logits of single ids, everywhere."""
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -100,10 +103,13 @@ class TinyTarget(Target):
         hidden = self._embed[window.tokens] + self._place[window.positions]
         query, k, v = (hidden @ weight for weight in self._qkv)
         view = writer.stage(0, k[:, :, None], v[:, :, None])
-        hidden = hidden + attend(query[:, None], view, window, AttentionRules(self._size**-0.5)).squeeze(2)
+        hidden = hidden + 4 * attend(query[:, None], view, window, AttentionRules(self._size**-1)).squeeze(2)
         logits = hidden @ self._head if need_logits else None
         if logits is not None and self.spoil is not None:
             logits[0] = self.spoil
+        if logits is not None:
+            for token, score in self.forced.items():
+                logits[..., token] = score
         return TargetOutput(logits, ())
 
     def scores(self, tokens: Sequence[int]) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specdec.config import require_int, require_number
+from specdec.config import build_config, require_int, require_number
 from specdec.draft.base import DraftContext, Drafter
 from specdec.errors import ConfigError
 from specdec.kv.writer import KVWriter
@@ -132,6 +132,18 @@ class AssistantDrafter(Drafter):
         self._prompts: tuple[Sequence[int], ...] = ()
         self._rows: list[_Row] = []
         self._has_warned = False
+
+    @staticmethod
+    def of(
+        assistant: Target,
+        target_vocab_size: int,
+        make_store: StoreFactory,
+        processors: Sequence[ScoreProcessor] = (),
+        **options: Any,
+    ) -> AssistantDrafter:
+        """Build from the options of `AssistantConfig`; unknown names raise `ConfigError`."""
+        config = build_config(AssistantConfig, options)
+        return AssistantDrafter(assistant, target_vocab_size, make_store, config, processors)
 
     @property
     def taps(self) -> tuple[int, ...]:

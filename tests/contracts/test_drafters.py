@@ -47,7 +47,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 Step = tuple[list[int], list[int], list[list[int]]]
-"""`(max_nodes, max_depths, tokens that are emitted next)`, one of each for each row; a row that emits nothing is done."""
+"""`(max_nodes, max_depths, tokens that are emitted next)` of each row; a row that emits nothing is done."""
 
 
 @st.composite
@@ -65,7 +65,7 @@ Paths = list[tuple[int, ...]]
 def live(
     drafter: Drafter, prompts: list[list[int]], steps: list[Step], only: int | None = None
 ) -> list[dict[int, Paths]]:
-    """Run one generation; returns the paths drafted for each row in each step.  With `only`, the other rows are done."""
+    """Run one generation; returns the paths drafted for each row in each step.  `only` one row generates, if told so."""
     texts = [list(prompt) for prompt in prompts]
     drafter.begin(tuple(texts), 200)
     rows = list(range(len(texts))) if only is None else [only]
