@@ -155,7 +155,7 @@ class Walk:
 def pick_tiles(
     scores: Float[Tensor, "b w v"], noise: NoiseRing | None = None, depths: Int[Tensor, "b w"] | None = None
 ) -> PickTiles:
-    """Greedy picks of `scores`; with `noise` they are probabilities, and the pick at depth `d` is `argmax(p / e_{t+d})`."""
+    """Greedy picks; with `noise`, `scores` are probabilities and the pick at depth `d` is `argmax(p / e_{t+d})`."""
     rows, width, vocab = scores.shape
     block = max(4096, triton.next_power_of_2(triton.cdiv(vocab, MOST_TILES)))
     block = min(block, max(16, triton.next_power_of_2(vocab)))
