@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specdec.kv.writer import KVWriter
+from specdec.kv.writer import KVStage
 from specdec.types import Window
 
 
@@ -43,7 +43,7 @@ class Target(ABC):
     @property
     @abstractmethod
     def layers(self) -> tuple[LayerShape, ...]:
-        """Shape of each attention layer's K/V rows, in the order of the layer indices given to `KVWriter.stage`."""
+        """Shape of each attention layer's K/V rows, in the order of the layer indices given to `KVStage.stage`."""
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class Target(ABC):
 
     @abstractmethod
     def forward(
-        self, window: Window, writer: KVWriter, taps: tuple[int, ...] = (), need_logits: bool = True
+        self, window: Window, writer: KVStage, taps: tuple[int, ...] = (), need_logits: bool = True
     ) -> TargetOutput:
         """Run the model over the window's nodes; each layer stages its K/V rows with `writer` and attends to what
         that returns.

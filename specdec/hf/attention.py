@@ -11,10 +11,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from specdec.attention.fused import attend_fused
 from specdec.attention.paged import attend_paged
 from specdec.attention.reference import AttentionRules, attend
 from specdec.errors import UnsupportedError
-from specdec.kv.writer import KVWriter
+from specdec.kv.writer import KVStage
 from specdec.types import KVView, Window
 
 NAME = "specdec"
@@ -22,7 +23,7 @@ STEP_ARGUMENT = "specdec_step"
 
 Attend = Callable[[Tensor, KVView, Window, AttentionRules], Tensor]
 
-ATTENTION: dict[str, Attend] = {"reference": attend, "paged": attend_paged}
+ATTENTION: dict[str, Attend] = {"reference": attend, "paged": attend_paged, "fused": attend_fused}
 
 
 @dataclass
@@ -30,7 +31,7 @@ class StepContext:
     """What travels to every attention layer in the keyword arguments of `model(...)`."""
 
     window: Window
-    writer: KVWriter
+    writer: KVStage
     attend: Attend
     layer_numbers: dict[int, int]
     """`module.layer_idx` → layer number of the cache."""

@@ -10,7 +10,15 @@ from torch import Tensor
 from specdec.types import CommitStats, KVView, Verdict, Window
 
 
-class KVWriter(ABC):
+class KVStage(ABC):
+    """What a forward needs of a writer: somewhere to put each layer's rows."""
+
+    @abstractmethod
+    def stage(self, layer: int, k: Float[Tensor, "b w h dk"], v: Float[Tensor, "b w h dv"]) -> KVView:
+        """Take the K/V rows of one layer and return what attention of that layer reads."""
+
+
+class KVWriter(KVStage):
     """Owns what attention sees of a window, and what of it becomes pages.
 
     Life of a window: `begin` → `stage` once per layer → `commit` or `abort`.  Anything else raises `WindowError`.
@@ -20,10 +28,6 @@ class KVWriter(ABC):
     @abstractmethod
     def begin(self, window: Window) -> None:
         """Open a window; reserves the slots that its commit needs, raising `OutOfPages` before anything changed."""
-
-    @abstractmethod
-    def stage(self, layer: int, k: Float[Tensor, "b w h dk"], v: Float[Tensor, "b w h dv"]) -> KVView:
-        """Take the K/V rows of one layer and return what attention of that layer reads."""
 
     @abstractmethod
     def commit(self, verdict: Verdict) -> CommitStats:
