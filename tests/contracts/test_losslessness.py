@@ -52,9 +52,7 @@ def test_every_family_gives_the_text_of_plain_decoding(family, num_rows, mode):
     truth = expected[:, inputs["input_ids"].shape[1] :].tolist()
     assert len(set(truth[0])) > 5, "the text must be varied"
     records = []
-    output = speculative(
-        model, inputs, DRAFTERS["late-wrong-tree"](truth, VOCAB), on_step=records.append, **options
-    )
+    output = speculative(model, inputs, DRAFTERS["late-wrong-tree"](truth, VOCAB), on_step=records.append, **options)
     assert output.tolist() == expected.tolist()
     assert sum(record.num_accepted for record in records) > 20
 

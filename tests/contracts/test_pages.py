@@ -165,7 +165,10 @@ def test_equal_windows_give_bit_identical_logits_from_every_writer(width):
     target = HFTarget(model)
     generator = torch.Generator().manual_seed(width)
     found = []
-    nodes = [(int(token), max(0, i - i % 3)) for i, token in enumerate(torch.randperm(VOCAB, generator=generator)[: width - 1])]
+    nodes = [
+        (int(token), max(0, i - i % 3))
+        for i, token in enumerate(torch.randperm(VOCAB, generator=generator)[: width - 1])
+    ]
     for name in WRITERS:
         cache = PagedKVCache(target.layers, 32)
         writer = WRITERS[name](cache)
