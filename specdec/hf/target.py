@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from specdec.attention.reference import AttentionRules
 from specdec.errors import ConfigError, UnsupportedError, choose
 from specdec.hf.attention import ATTENTION, STEP_ARGUMENT, StepContext, attention_switched, register_attention
-from specdec.kv.writer import KVWriter
+from specdec.kv.writer import KVStage
 from specdec.target import LayerShape, Target, TargetOutput
-from specdec.types import CommitStats, KVView, PrefixLayout, Verdict, Window
+from specdec.types import KVView, PrefixLayout, Window
 
 RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
 
@@ -87,7 +87,7 @@ class HFTarget(Target):
 
     @torch.no_grad()
     def forward(
-        self, window: Window, writer: KVWriter, taps: tuple[int, ...] = (), need_logits: bool = True
+        self, window: Window, writer: KVStage, taps: tuple[int, ...] = (), need_logits: bool = True
     ) -> TargetOutput:
         context = StepContext(window, writer, self._attend, self.profile.layer_numbers)
         with attention_switched(self._configs), self._tapped(taps) as features:
@@ -116,12 +116,20 @@ class HFTarget(Target):
 
             return hook
 
+        def keep_output(module: nn.Module, args: tuple, output: Any) -> None:
+            seen[-1] = output[0]
+
         layers: Sequence[nn.Module] = list(decoder_layers(self.model)) if taps else []
         for tap in taps:
             if not -1 <= tap < len(layers):
                 raise ConfigError(f"tap={tap}; accepted: -1 (after the final norm) to {len(layers) - 1} (layer inputs)")
-        modules = {tap: self.model.get_output_embeddings() if tap == -1 else layers[tap] for tap in taps}
-        handles = [module.register_forward_pre_hook(keep(tap), with_kwargs=True) for tap, module in modules.items()]
+        inner = {tap: layers[tap] for tap in taps if tap >= 0}
+        handles = [module.register_forward_pre_hook(keep(tap), with_kwargs=True) for tap, module in inner.items()]
+        if -1 in taps:
+            # Not what lm_head is given, since a prefill gives it the last position only.
+            if self.model.base_model is self.model:
+                raise UnsupportedError(f"{type(self.model).__name__} has no inner model to tap the final hidden state from")
+            handles.append(self.model.base_model.register_forward_hook(keep_output))
         try:
             yield seen
         finally:
@@ -155,7 +163,7 @@ class HFTarget(Target):
 
 
 @final
-class _ShapeRecorder(KVWriter):
+class _ShapeRecorder(KVStage):
     """Sees which layers stage what; used once per model."""
 
     def __init__(self, device: torch.device) -> None:
@@ -163,21 +171,12 @@ class _ShapeRecorder(KVWriter):
         none = torch.zeros(1, 0, dtype=torch.int32, device=device)
         self._prefix = PrefixLayout(none, torch.zeros(1, dtype=torch.int32, device=device), (0,), None)
 
-    def begin(self, window: Window) -> None:
-        pass
-
     def stage(self, layer: int, k: Tensor, v: Tensor) -> KVView:
         if layer in self.shapes:
             raise UnsupportedError(f"layer {layer} attends twice in one forward, which is not supported")
         self.shapes[layer] = LayerShape(k.shape[2], k.shape[3], v.shape[3], k.dtype, k.device)
         empty_k, empty_v = k.new_zeros(1, 1, *k.shape[2:]), v.new_zeros(1, 1, *v.shape[2:])
         return KVView(empty_k, empty_v, k, v, self._prefix)
-
-    def commit(self, verdict: Verdict) -> CommitStats:
-        return CommitStats(0, 0, 0)
-
-    def abort(self) -> None:
-        pass
 
 
 def check_supported(model: PreTrainedModel) -> None:
