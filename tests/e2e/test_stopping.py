@@ -79,10 +79,15 @@ def test_no_drafter_drafts_or_emits_beyond_the_budget(model, drafter):
             model, inputs, DRAFTERS[drafter](truth, VOCAB), max_new_tokens=budget, on_step=records.append
         )
         assert output[:, 9:].tolist() == [row[:budget] for row in truth]
+        emitted = [0, 0]
         for record in records:
-            generated = sum(len(r.emitted[0]) for r in records[: record.index])
-            deepest = max((len(path) for path in record.accepted_nodes), default=0)
-            assert generated + deepest + 1 <= budget
+            for row, parents, tokens in zip(record.rows, record.draft_parents, record.emitted, strict=True):
+                depths = [0]
+                for parent in parents:
+                    depths.append(depths[parent] + 1)
+                assert emitted[row] + max(depths) + 1 <= budget
+                emitted[row] += len(tokens)
+        assert emitted == [budget, budget]
 
 
 def test_drafts_stop_where_the_budget_ends(model):
@@ -98,7 +103,7 @@ def test_drafts_stop_where_the_budget_ends(model):
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_an_impossible_budget_is_an_error(model, value):
-    with pytest.raises(ValueError, match="max_new_tokens|max_length"):
+    with pytest.raises(ValueError, match=r"max_new_tokens|max_length"):
         speculative(model, prompts(1, VOCAB), "none", max_new_tokens=value)
 
 
