@@ -117,18 +117,19 @@ class SpeculativeDecoder:
         run = Run(cache, writer, self.drafter, sampler, prompts, [room] * len(prompts), self.target.device)
         try:
             self.drafter.begin(tuple(prompts), longest + room)
-            self._prefill(run)
+            self.prefill(run)
         except BaseException:
             run.close()
             raise
         return run
 
-    def _prefill(self, run: Run) -> None:
+    def prefill(self, run: Run) -> None:
         """Commit all prompts but their last tokens, each distinct prompt once; rows with equal prompts share its
         pages."""
         first_with: dict[tuple[int, ...], int] = {}
-        for row, tokens in enumerate(run.tokens):
+        while run.cache.num_rows < len(run.tokens):
             run.cache.add_row()
+        for row, tokens in enumerate(run.tokens):
             first_with.setdefault(tuple(tokens), row)
         for rows, start in prefill_chunks(run, sorted(first_with.values()), self.config.prefill_chunk):
             pieces = [run.tokens[row][start:-1][: self.config.prefill_chunk] for row in rows]
