@@ -178,16 +178,25 @@ class Sampler:
 
         In lockstep `rows` must be all active rows, at one index.  Synchronises.
         """
+        scores = self.processed(rows, logits)
         tokens = torch.empty(len(rows), dtype=torch.long, device=self.prompts.device)
         for index, members in self._by_index(rows).items():
-            batch_rows = [rows[i] for i in members]
-            scores = logits[members].to(device=self.prompts.device, dtype=torch.float32, copy=True)
-            raw = scores.clone() if self._keep_logits else None
-            scores = self._process(batch_rows, index, scores)
-            noise = None if self.noise is None else self.noise.at(index)[batch_rows]
-            tokens[members] = pick_tokens(scores, noise)
-            self.record(batch_rows, scores, raw)
+            noise = None if self.noise is None else self.noise.at(index)[[rows[i] for i in members]]
+            tokens[members] = pick_tokens(scores[members], noise)
         return tokens, self.push(rows, tokens.tolist())
+
+    def processed(self, rows: Sequence[int], logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+        """Processed scores of the next token of each of the batch rows `rows`, recorded as far as wanted; a push must
+        follow."""
+        scores = logits.to(device=self.prompts.device, dtype=torch.float32, copy=True)
+        raw = scores.clone() if self._keep_logits else None
+        if self.processors:
+            groups = self._by_index(rows)
+            parts = [self._process([rows[i] for i in group], index, scores[group]) for index, group in groups.items()]
+            order = [i for group in groups.values() for i in group]
+            scores = torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)]
+        self.record(rows, scores, raw)
+        return scores
 
     def push(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
         """Make one token per row pending and return which rows end with it; for verifiers that pick by themselves."""
@@ -254,8 +263,6 @@ class Sampler:
         return self._ids[list(rows), : self.prompts.shape[1] + index]
 
     def _process(self, rows: list[int], index: int, scores: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-        if not self.processors:
-            return scores
         if self._whole_batch and len(rows) < len(self._ids):
             full = scores.new_zeros(len(self._ids), scores.shape[1])
             full[rows] = scores

@@ -91,6 +91,8 @@ class Window:
     """Committed length `L` of each row (tokens, host)."""
     is_chain: bool
     """Host-side promise that every row is a chain: `parents[i] = i - 1`."""
+    draft_probs: Float[Tensor, "b n v"] | None = None
+    """The draft's `probs`: what each drafted token was sampled from."""
 
     @staticmethod
     def over(roots: Int[Tensor, " b"], draft: Draft, rows: tuple[int, ...], context_lengths: tuple[int, ...]) -> Window:
@@ -102,7 +104,7 @@ class Window:
         behind = steps > draft.lengths[:, None]
         is_chain = bool(((parents == (steps - 1).clamp(min=0)) | behind).all())
         depths = steps.expand_as(parents) if is_chain else depths_of(parents)
-        return Window(rows, tokens, parents, depths, draft.lengths + 1, context_lengths, is_chain)
+        return Window(rows, tokens, parents, depths, draft.lengths + 1, context_lengths, is_chain, draft.probs)
 
     @staticmethod
     def chain(tokens: list[list[int]], rows: tuple[int, ...], context_lengths: tuple[int, ...], device) -> Window:
