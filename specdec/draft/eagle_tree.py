@@ -47,7 +47,8 @@ class CandidatePool:
         Candidates that cannot be (log-probability NaN or -inf) stay in the pool and are never drafted.
         """
         width = tokens.shape[2]
-        log_probs = log_probs.float().nan_to_num(nan=float("-inf"))
+        impossible = float("-inf")
+        log_probs = log_probs.float().nan_to_num(nan=impossible, posinf=impossible, neginf=impossible)
         scores = (self.frontier.scores[..., None] + log_probs).flatten(1)
         size = sum(self._level_sizes)
         self._tokens.append(tokens.flatten(1))

@@ -26,7 +26,7 @@ def load_eagle_drafter(path: str | Path | None, model: PreTrainedModel, **option
     """An EAGLE drafter for `model`.
 
     Args:
-        path: a directory or Hub repository with a head in any EAGLE format; None takes the one that ships for the model.
+        path: a directory or Hub repository with a head in any EAGLE format; None takes the one shipped for the model.
         options: values of `EagleDraftConfig`.
 
     Raises `CheckpointError` where the head does not fit the model, `ConfigError` for bad options and where none ships.
@@ -55,9 +55,8 @@ def lendable_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or lm_head is None:
         raise UnsupportedError(f"{type(model).__name__} has no embedding or no lm_head that a draft head could share")
-    weights = embedding.weight, lm_head.weight
-    assert isinstance(weights[0], Tensor) and isinstance(weights[1], Tensor)
-    return weights
+    lent: tuple[Any, Any] = (embedding.weight, lm_head.weight)
+    return lent
 
 
 def make_pages(shape: LayerShape, num_tokens: int) -> PagedKVCache:

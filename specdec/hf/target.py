@@ -128,7 +128,7 @@ class HFTarget(Target):
         if -1 in taps:
             # Not what lm_head is given, since a prefill gives it the last position only.
             if self.model.base_model is self.model:
-                raise UnsupportedError(f"{type(self.model).__name__} has no inner model to tap the final hidden state from")
+                raise UnsupportedError(f"{type(self.model).__name__} has no inner model to tap its final state from")
             handles.append(self.model.base_model.register_forward_hook(keep_output))
         try:
             yield seen
