@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
     Cohere2Config,
     Gemma2Config,
@@ -25,6 +27,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -151,6 +154,18 @@ def tiny_gpt_oss(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
     special = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": yarn}
     return build(GptOssConfig(**{**COMMON, **special, **overrides}), seed)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, `<end>` (id 256), and a chat template: for models with a vocabulary of at least 257."""
+    alphabet = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytes_only = Tokenizer(BPE(alphabet, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<end>")
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    return tokenizer
 
 
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {

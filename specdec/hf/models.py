@@ -61,10 +61,7 @@ def load_model(
     """
     weight_type = choose("dtype", dtype, dict(DTYPES))
     place = find_device(device)
-    if name == DEFAULT_MODEL:
-        source = Source(str(smollm2_folder(Path(cache_dir).expanduser(), on_progress, check_hashes)))
-    else:
-        source = find_source(name)
+    source = find_source(name, cache_dir, on_progress, check_hashes)
     on_progress("Loading the model", 0, 0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -95,8 +92,18 @@ def find_device(name: str) -> torch.device:
         ) from failure
 
 
-def find_source(name: str) -> Source:
-    """Find a folder or GGUF file of that name, or take it for a hub id.  Raises `ModelUnavailable`."""
+def find_source(
+    name: str,
+    cache_dir: Path | str = DEFAULT_CACHE,
+    on_progress: OnProgress = lambda what, done, total: None,
+    check_hashes: bool = False,
+) -> Source:
+    """Find the default model (made if it is not there yet), a folder or a GGUF file, or take the name for a hub id.
+
+    Arguments and errors are those of `load_model`.
+    """
+    if name == DEFAULT_MODEL:
+        return Source(str(smollm2_folder(Path(cache_dir).expanduser(), on_progress, check_hashes)))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
