@@ -65,7 +65,7 @@ Paths = list[tuple[int, ...]]
 def live(
     drafter: Drafter, prompts: list[list[int]], steps: list[Step], only: int | None = None
 ) -> list[dict[int, Paths]]:
-    """Run one generation; returns the paths drafted for each row in each step.  `only` one row generates, if told so."""
+    """Run one generation; returns the paths drafted for each row in each step.  `only`: the row that generates."""
     texts = [list(prompt) for prompt in prompts]
     drafter.begin(tuple(texts), 200)
     rows = list(range(len(texts))) if only is None else [only]

@@ -154,7 +154,7 @@ def noise_of(num_rows: int, vocab: int = VOCAB) -> GeneratorNoise:
 
 
 def test_sampled_drafts_are_picked_with_the_noise_of_their_index() -> None:
-    target, noise = TinyTarget(VOCAB, scale=0.2), noise_of(3)
+    target, noise = TinyTarget(VOCAB, scale=0.05), noise_of(3)
 
     def sampled(row: int, index: int, text: list[int], count: int) -> list[int]:
         grown = list(text)
@@ -162,12 +162,13 @@ def test_sampled_drafts_are_picked_with_the_noise_of_their_index() -> None:
             grown.append(int(pick_tokens(target.scores(grown)[None] / 0.7, noise.at(index + i)[row][None])))
         return grown[len(text) :]
 
-    drafter = assistant_of(target, num_drafts=4, processors=[lambda scores: scores / 0.7])
+    drafter = assistant_of(target, num_drafts=6, processors=[lambda scores: scores / 0.7])
     texts = [[5, 6], [7, 8, 9]]
     drafter.begin((texts[0], [0], texts[1]), 100)
     draft = drafter.propose(context_of(texts, rows=[0, 2], num_generated=[3, 8], noise=noise))
-    assert drafts(draft) == [sampled(0, 3, texts[0], 4), sampled(2, 8, texts[1], 4)]
-    assert drafts(draft) != [fresh_drafts(text, 4, target) for text in texts]
+    assert drafts(draft) == [sampled(0, 3, texts[0], 6), sampled(2, 8, texts[1], 6)]
+    assert drafts(draft)[1] != sampled(0, 8, texts[1], 6), "the noise of another row must make another text"
+    assert drafts(draft) != [fresh_drafts(text, 6, target) for text in texts]
 
 
 def test_the_same_noise_makes_related_models_agree_more_often() -> None:
