@@ -308,7 +308,7 @@ def test_info_prints_a_table_and_names_rope_that_no_graph_can_hold(
         (["generate", "x", "--prompt-file", "y"], "give one prompt"),
         (["generate", "--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read"),
         (["generate", "  \n"], "the prompt is empty"),
-        (["generate", "x", "--nonsense"], "No such option: --nonsense; see specdec generate --help"),
+        (["generate", "x", "--nonsense"], "No such option: --nonsense (Possible options: --seed); see specdec generate --help"),
         (["generate", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
         (["generate", "x", "--top-p", "0.9"], "--top-p 0.9 has no effect on greedy decoding"),
         (["generate", "x", "--dtype", "int3"], "dtype='int3' is not known; accepted: auto, bf16, fp16, fp32"),
