@@ -93,6 +93,8 @@ class Window:
     """Host-side promise that every row is a chain: `parents[i] = i - 1`."""
     draft_probs: Float[Tensor, "b n v"] | None = None
     """The draft's `probs`: what each drafted token was sampled from."""
+    masks: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Attention masks that layers alike share, kept by whoever builds them for as long as the window lives."""
 
     @staticmethod
     def over(roots: Int[Tensor, " b"], draft: Draft, rows: tuple[int, ...], context_lengths: tuple[int, ...]) -> Window:
@@ -231,8 +233,20 @@ class KVView:
     v: Float[Tensor, "b w h dv"]
     prefix: PrefixLayout
     k_scales: Tensor | None = None
-    """Scales per token and head, `[num_pages page_size h]`, where the pages are quantised."""
+    """Where the pages are quantised: scales per token and head, `[num_pages page_size h]`, or `[1]` for the layer."""
     v_scales: Tensor | None = None
+
+
+def decode_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "*n h d"]:
+    """Rows as attention reads them, from stored rows and their scales (per token and head, or one for all)."""
+    if scales is None:
+        return codes.to(dtype)
+    return (codes.float() * scales.float()[..., None]).to(dtype)
+
+
+def select_scales(scales: Tensor | None, slots: object) -> Tensor | None:
+    """Scales of some slots, from pages of scales; a layer's only scale goes for all of them."""
+    return scales if scales is None or scales.dim() == 1 else scales.flatten(0, 1)[slots]  # type: ignore[index]
 
 
 @dataclass(frozen=True)

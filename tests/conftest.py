@@ -6,9 +6,14 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.hf.models import load_model
+
+# A loaded machine is slow now and then; how long an example takes is no property under test.
+settings.register_profile("specdec", deadline=None)
+settings.load_profile("specdec")
 
 
 @pytest.fixture(scope="session", autouse=True)

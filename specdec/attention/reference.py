@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.types import KVView, Window
+from specdec.types import KVView, Window, decode_rows, select_scales
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ def attend(
     query: Float[Tensor, "b heads w dk"], view: KVView, window: Window, rules: AttentionRules
 ) -> Float[Tensor, "b w heads dv"]:
     """Attention of the window's nodes over committed tokens and their own ancestors; softmax in fp32."""
-    k = torch.cat([read_prefix(view.k_pages, view), view.k], dim=1)
-    v = torch.cat([read_prefix(view.v_pages, view), view.v], dim=1)
+    k = torch.cat([read_prefix(view.k_pages, view, view.k_scales), view.k], dim=1)
+    v = torch.cat([read_prefix(view.v_pages, view, view.v_scales), view.v], dim=1)
     groups = query.shape[1] // k.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     k, v = (rows.transpose(1, 2).repeat_interleave(groups, dim=1).to(wide) for rows in (k, v))
@@ -48,7 +48,7 @@ def attend(
     return (weights @ v).transpose(1, 2).to(query.dtype)
 
 
-def read_prefix(pages: Tensor, view: KVView) -> Float[Tensor, "b t h d"]:
+def read_prefix(pages: Tensor, view: KVView, scales: Tensor | None) -> Float[Tensor, "b t h d"]:
     """Committed rows gathered from their pages, padded with zeros to the longest row; uncommitted slots are never
     looked at."""
     longest = max(view.prefix.host_lengths, default=0)
@@ -57,7 +57,8 @@ def read_prefix(pages: Tensor, view: KVView) -> Float[Tensor, "b t h d"]:
     table = view.prefix.page_table.to(pages.device).long()
     slots = table[:, steps // page_size] * page_size + steps % page_size
     committed = steps < view.prefix.lengths.to(pages.device)[:, None]
-    rows = pages.flatten(0, 1)[slots.masked_fill(~committed, 0)]
+    slots = slots.masked_fill(~committed, 0)
+    rows = decode_rows(pages.flatten(0, 1)[slots], select_scales(scales, slots), view.k.dtype)
     return rows.masked_fill(~committed[..., None, None], 0)
 
 
