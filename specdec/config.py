@@ -21,6 +21,10 @@ class SpecConfig:
     """Pages of the cache, for a hard limit (`OutOfPages` beyond it); None: as many as the generation needs."""
     prefill_chunk: int = 2048
     """Most prompt tokens of one row run through the model at once."""
+    kv_dtype: str | None = None
+    """`fp8_e4m3` or `int8` quantises what the pages store; None keeps the model's own type."""
+    kv_scales: tuple[tuple[float, float], ...] | None = None
+    """One K and V scale per layer for quantised pages, as checkpoints bring them; None: a scale per token and head."""
 
     def __post_init__(self) -> None:
         require_int("max_drafts", self.max_drafts, 0, MAX_WINDOW - 1)
@@ -29,6 +33,8 @@ class SpecConfig:
         if self.num_pages is not None:
             require_int("num_pages", self.num_pages, 1, None)
         require_int("prefill_chunk", self.prefill_chunk, 1, None)
+        if self.kv_dtype not in (None, "fp8_e4m3", "int8"):
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r}; accepted: None, 'fp8_e4m3', 'int8'")
 
     @staticmethod
     def of(**values: Any) -> SpecConfig:

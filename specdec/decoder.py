@@ -112,7 +112,14 @@ class SpeculativeDecoder:
         config = self.config
         per_row = longest + min(room, LARGEST_FIRST_RESERVATION) + config.max_drafts + 1
         num_pages = config.num_pages or len(prompts) * -(-per_row // config.page_size)
-        cache = PagedKVCache(self.target.layers, num_pages, config.page_size, growable=config.num_pages is None)
+        cache = PagedKVCache(
+            self.target.layers,
+            num_pages,
+            config.page_size,
+            growable=config.num_pages is None,
+            kv_dtype=config.kv_dtype,
+            layer_scales=config.kv_scales,
+        )
         writer = self.make_writer(cache)
         run = Run(cache, writer, self.drafter, sampler, prompts, [room] * len(prompts), self.target.device)
         try:

@@ -6,13 +6,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specdec.attention.reference import AttentionRules
+from specdec.errors import UnsupportedError
 from specdec.types import KVView, Window
 
 
 def attend_fused(
     query: Float[Tensor, "b heads w dk"], view: KVView, window: Window, rules: AttentionRules
 ) -> Float[Tensor, "b w heads dv"]:
-    """Attention of the window's nodes over committed tokens and their own ancestors; reads nothing on the host."""
+    """Attention of the window's nodes over committed tokens and their own ancestors; reads nothing on the host.
+
+    Raises `UnsupportedError` for pages with one scale per layer.
+    """
+    if view.k_scales is not None and view.k_scales.dim() == 1:
+        raise UnsupportedError("attention='fused' over pages with one scale per layer; accepted there: 'paged'")
     # Triton comes with the CUDA builds of torch only, so nothing may import it before it is needed.
     from specdec.kernels.tree_attention import tree_attention
 

@@ -41,7 +41,7 @@ class DirectWriter(KVWriter):
         if self._open is None:
             raise WindowError("stage without begin")
         view = self._open.put(layer, k, v)
-        for pages, rows in ((view.k_pages, k), (view.v_pages, v)):
+        for pages, rows in self._open.staged(layer):
             pages.flatten(0, 1)[self._slots.to(rows.device)] = rows.flatten(0, 1)[self._sources.to(rows.device)]
         return view
 

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from specdec.errors import CacheCorruption, ConfigError, OutOfPages
+from specdec.kv.codec import Encoded, LayerScales, make_codecs
 from specdec.target import LayerShape
-from specdec.types import PrefixLayout
+from specdec.types import PrefixLayout, decode_rows, select_scales
 
 PAGE_SIZES = (1, 4, 16, 64)
+
+Place = tuple[int, int]
+"""`(plane, index of the layer in it)`."""
 
 
 class BlockAllocator:
@@ -106,10 +111,19 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_pages: int, page_size: int = 16, growable: bool = False
+        self,
+        layers: Sequence[LayerShape],
+        num_pages: int,
+        page_size: int = 16,
+        growable: bool = False,
+        kv_dtype: str | None = None,
+        layer_scales: LayerScales | None = None,
     ) -> None:
         """Args:
         growable: a shortage of pages makes the storage grow by half at least, which copies it, and raises nothing.
+        kv_dtype: `fp8_e4m3` or `int8` quantises the rows, with a scale per token and head; None stores them as they
+            are.
+        layer_scales: one K and V scale per layer instead of those, as a quantised checkpoint brings them.
         """
         if page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size={page_size}; accepted: {', '.join(map(str, PAGE_SIZES))}")
@@ -120,20 +134,20 @@ class PagedKVCache:
         self.growable = growable
         self.allocator = BlockAllocator(num_pages)
         self.planes: list[Plane] = []
-        self._k: list[tuple[int, int]] = [(0, 0)] * len(layers)
-        self._v: list[tuple[int, int]] = [(0, 0)] * len(layers)
+        self._codecs = make_codecs([shape.device for shape in self.layers], kv_dtype, layer_scales)
+        self._places: list[tuple[list[Place], list[Place]]] = [([], []) for _ in self.layers]
         self._tables: list[list[int]] = []
         self._lengths: list[int] = []
         self._layouts: dict[tuple[int, ...], tuple[Tensor, tuple[int, ...] | None]] = {}
         for group in _alike(self.layers):
             shape = self.layers[group[0]]
-            for places, size in ((self._k, shape.k_size), (self._v, shape.v_size)):
-                for i, layer in enumerate(group):
-                    places[layer] = (len(self.planes), i)
-                storage = torch.empty(
-                    len(group), num_pages, page_size, shape.num_kv_heads, size, dtype=shape.dtype, device=shape.device
-                )
-                self.planes.append(Plane(group, storage))
+            for which, size in enumerate((shape.k_size, shape.v_size)):
+                codec = self._codecs[group[0]][which]
+                for row, dtype in codec.parts(shape.num_kv_heads, size, shape.dtype):
+                    for i, layer in enumerate(group):
+                        self._places[layer][which].append((len(self.planes), i))
+                    storage = torch.empty(len(group), num_pages, page_size, *row, dtype=dtype, device=shape.device)
+                    self.planes.append(Plane(group, storage))
         self._pages = self._views()
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -246,12 +260,24 @@ class PagedKVCache:
     # -- what writers and attention read ------------------------------------------------------------------------------
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V pages of a layer, each `[num_pages page_size h d]`."""
-        return self._pages[layer]
+        """K and V pages of a layer, each `[num_pages page_size h d]`; codes where they are quantised."""
+        (k_pages, _), (v_pages, _) = self._pages[layer]
+        return k_pages, v_pages
 
-    def places(self, layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """`(plane, index in plane)` of a layer's K and of its V."""
-        return self._k[layer], self._v[layer]
+    def layer_scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of a layer's K and V, as `KVView` has them."""
+        (_, k_scales), (_, v_scales) = self._pages[layer]
+        return k_scales, v_scales
+
+    def places(self, layer: int) -> tuple[Place, ...]:
+        """Where the parts of a layer's K, and then of its V, are stored."""
+        k_places, v_places = self._places[layer]
+        return (*k_places, *v_places)
+
+    def encode(self, layer: int, k: Float[Tensor, "b w h dk"], v: Float[Tensor, "b w h dv"]) -> tuple[Encoded, Encoded]:
+        """K and V rows of a layer in the format of its pages; all parts together follow the order of `places`."""
+        k_codec, v_codec = self._codecs[layer]
+        return k_codec.encode(k), v_codec.encode(v)
 
     def slots(self, row: int, start: int, count: int) -> list[int]:
         """Slot numbers (page · page_size + offset) of the row's tokens `start .. start + count - 1`."""
@@ -274,8 +300,12 @@ class PagedKVCache:
     def read(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """Copies of a row's committed K and V in a layer, each `[length h d]`; for tests and for looking."""
         slots = self.slots(row, 0, self._lengths[row])
-        k, v = self.layer_pages(layer)
-        return k.flatten(0, 1)[slots], v.flatten(0, 1)[slots]
+        dtype = self.layers[layer].dtype
+        k, v = (
+            decode_rows(codes.flatten(0, 1)[slots], select_scales(scales, slots), dtype)
+            for codes, scales in self._pages[layer]
+        )
+        return k, v
 
     def check(self) -> None:
         """Raise `CacheCorruption` unless reference counts, tables and lengths agree."""
@@ -295,9 +325,15 @@ class PagedKVCache:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _views(self) -> list[tuple[Tensor, Tensor]]:
-        places = zip(self._k, self._v, strict=True)
-        return [(self.planes[k].pages[i], self.planes[v].pages[j]) for (k, i), (v, j) in places]
+    def _views(self) -> list[tuple[tuple[Tensor, Tensor | None], ...]]:
+        def stored(places: list[Place]) -> list[Tensor]:
+            return [self.planes[plane].pages[i] for plane, i in places]
+
+        layers = zip(self._codecs, self._places, strict=True)
+        return [
+            tuple(codec.pages(stored(parts)) for codec, parts in zip(codecs, places, strict=True))
+            for codecs, places in layers
+        ]
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

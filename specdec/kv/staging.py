@@ -42,12 +42,24 @@ class Staging:
             if rows.shape != expected or rows.dtype != shape.dtype:
                 found = f"{tuple(rows.shape)} {rows.dtype}"
                 raise WindowError(f"stage of layer {layer}: {name} is {found}; expected {expected} {shape.dtype}")
-        for (plane, index), rows in zip(self.cache.places(layer), (k, v), strict=True):
-            if self._rows[plane][index] is not None:
-                raise WindowError(f"layer {layer} is staged twice in one window")
-            self._rows[plane][index] = rows
+        places = self.cache.places(layer)
+        if any(self._rows[plane][index] is not None for plane, index in places):
+            raise WindowError(f"layer {layer} is staged twice in one window")
+        encoded_k, encoded_v = self.cache.encode(layer, k, v)
+        for (plane, index), part in zip(places, (*encoded_k.parts, *encoded_v.parts), strict=True):
+            self._rows[plane][index] = part
         k_pages, v_pages = self.cache.layer_pages(layer)
-        return KVView(k_pages, v_pages, k, v, self._prefix)
+        k_scales, v_scales = self.cache.layer_scales(layer)
+        return KVView(k_pages, v_pages, encoded_k.rows, encoded_v.rows, self._prefix, k_scales, v_scales)
+
+    def staged(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """`(pages, staged rows [b w *row])` of each part of a layer."""
+        parts = []
+        for plane, index in self.cache.places(layer):
+            rows = self._rows[plane][index]
+            if rows is not None:
+                parts.append((self.cache.planes[plane].pages[index], rows))
+        return parts
 
     def stacked(self, plane: int) -> Tensor:
         """All layers of a plane as one tensor `[layers b·w *row]`."""
