@@ -81,7 +81,8 @@ def _layer(layer: Any, rules: Any) -> LayerWeights:
 
 def _plain(module: nn.Module | None, name: str) -> Tensor:
     """The weight of a linear layer without bias."""
-    if not isinstance(module, nn.Linear) or module.bias is not None or not module.weight.is_contiguous():
+    bias: Tensor | None = getattr(module, "bias", None)
+    if not isinstance(module, nn.Linear) or bias is not None or not module.weight.is_contiguous():
         raise UnsupportedError(f"fused forward: {name} is {module}; accepted: nn.Linear without bias, contiguous")
     return module.weight.detach()
 
