@@ -216,6 +216,7 @@ class Run:
             stopped=verdict.stopped.tolist(),
             commit=commit,
             timings_ms=timings,
+            notes={**draft.notes, **verdict.notes},
         )
 
     def close(self) -> None:

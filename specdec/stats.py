@@ -8,6 +8,9 @@ from typing import Any
 
 from specdec.types import StepRecord
 
+FALLBACK_NOTES = ("uncaptured", "delegated")
+"""Notes of a step that tell of a fallback."""
+
 COUNTERS = (
     "rounds",
     "row_rounds",
@@ -65,6 +68,8 @@ class SpecStats:
     """Cost of each phase of a step: `draft`, `target`, `verify`, `observe`, `commit`."""
     target_by_width: dict[int, PhaseCost] = field(default_factory=dict)
     """Cost of target forward and verification, by nodes of the step's widest window."""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    """Steps in which a part took another way than the one asked for, by reason; see `StepRecord.notes`."""
 
     @staticmethod
     def of(records: Iterable[StepRecord]) -> SpecStats:
@@ -91,6 +96,10 @@ class SpecStats:
         width = 1 + max(map(len, record.draft_tokens))
         cost = sum(record.timings_ms.get(phase, 0.0) for phase in ("target", "verify"))
         self.target_by_width.setdefault(width, PhaseCost()).add(cost)
+        for kind in FALLBACK_NOTES:
+            if kind in record.notes:
+                reason = f"{kind}: {record.notes[kind]}"
+                self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def merge(self, other: SpecStats) -> None:
         """Add the sums of another run to these."""
@@ -99,6 +108,8 @@ class SpecStats:
         for mine, theirs in ((self.tried_at, other.tried_at), (self.accepted_at, other.accepted_at)):
             for depth, count in theirs.items():
                 mine[depth] = mine.get(depth, 0) + count
+        for reason, count in other.fallbacks.items():
+            self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
         for phase, cost in other.phases.items():
             self.phases.setdefault(phase, PhaseCost()).add(cost.total_ms, cost.count)
         for width, cost in other.target_by_width.items():
@@ -151,6 +162,7 @@ class SpecStats:
             "rows_committed": self.rows_committed,
             "rows_rejected": self.rows_rejected,
             "bytes_written": self.bytes_written,
+            "fallbacks": self.fallbacks,
             "phase_ms": {phase: self.phase_ms(phase) for phase in self.phases},
             "target_ms_by_width": {
                 str(width): {"count": cost.count, "mean_ms": cost.mean_ms}

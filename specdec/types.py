@@ -32,6 +32,8 @@ class Draft:
     lengths: Int[Tensor, " b"]
     probs: Float[Tensor, "b n v"] | None = None
     """The distribution that each token was *sampled* from; None for drafts that are a function of the past."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the step's record should say about how the draft came about: a budget, a fallback and its reason."""
 
     @staticmethod
     def empty(num_rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -194,6 +196,8 @@ class Verdict:
     next_tokens: Int[Tensor, " b"]
     stopped: Bool[Tensor, " b"]
     """Rows whose last emitted token ended the generation."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the step's record should say about how the verdict came about: a fallback and its reason."""
 
     @staticmethod
     def keep_all(window: Window, next_tokens: Int[Tensor, " b"]) -> Verdict:

@@ -16,7 +16,11 @@ from specdec.draft.ngram import NGramDrafter
 from specdec.draft.none import NoDrafter
 from specdec.draft.scripted import ScriptedDrafter, SyntheticDrafter
 from specdec.draft.suffix import SuffixDrafter
-from specdec.hf.generate import VERIFIERS, WRITERS
+from specdec.policies import VERIFIERS as NAMED_VERIFIERS
+from specdec.policies import WRITERS as NAMED_WRITERS
+
+WRITERS = {name: make for name, make in NAMED_WRITERS.items() if name != "off"}
+VERIFIERS = {name: make for name, make in NAMED_VERIFIERS.items() if name != "off"}
 
 MakeDrafter = Callable[[list[list[int]], int], Drafter]
 """`(true continuation of each row, vocabulary size) → drafter`."""

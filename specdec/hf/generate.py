@@ -24,19 +24,12 @@ from specdec.hf.drafters import make_drafter
 from specdec.hf.processors import hold_rows, looks_at_batch, scores_only
 from specdec.hf.streaming import StreamRelay
 from specdec.hf.target import HFTarget, check_supported
-from specdec.kv.deferred import DeferredWriter
-from specdec.kv.direct import DirectWriter
-from specdec.kv.pages import PagedKVCache
-from specdec.kv.writer import KVWriter
+from specdec.policies import VERIFIERS as VERIFIERS
+from specdec.policies import WRITERS as WRITERS
+from specdec.policies import MakeWriter
 from specdec.sampling import GeneratorNoise, Sampler
 from specdec.types import StepRecord
 from specdec.verify.base import Verifier
-from specdec.verify.eager import EagerVerifier
-
-MakeWriter = Callable[[PagedKVCache], KVWriter]
-
-WRITERS: dict[str, MakeWriter] = {"deferred": DeferredWriter, "direct": DirectWriter}
-VERIFIERS: dict[str, Callable[[], Verifier]] = {"eager": EagerVerifier}
 
 OnStep = Callable[[StepRecord], None]
 
@@ -58,8 +51,9 @@ def generate(
 
     Args:
         drafter: a name (`none`, `ngram`, `suffix`, `assistant:MODEL`, `eagle:PATH`), a `Drafter`, or a model to assist.
-        writer: `deferred` (NWOR), `direct`, or what makes a `KVWriter` from its cache (a writer class, say).
-        verifier: a name or a `Verifier`.
+        writer: `deferred` (NWOR), `immediate`, `off` (or `direct`), or what makes a `KVWriter` from its cache (a
+            writer class, say).
+        verifier: `vectorized`, `graph`, `adaptive`, `off` (or `eager`), or a `Verifier`.
         on_step: called with the `StepRecord` of every step.
         kwargs: everything that `model.generate` takes, stop strings and their tokenizer included.
 

@@ -126,6 +126,8 @@ class CaptureCache:
         max_input_bytes: most bytes of static inputs of one recording; larger calls run uncaptured.
         """
         self.counters = CaptureCounters()
+        self.why_uncaptured: str | None = None
+        """Why the last call ran without a graph; None where it had one."""
         self._backend = backend
         self._capacity = capacity
         self._max_input_bytes = max_input_bytes
@@ -142,7 +144,7 @@ class CaptureCache:
 
         Padding is zero at first and whatever an earlier call left there later: the function must not depend on it.
         """
-        reason = self._reason_against(key, inputs, shapes)
+        reason = self.why_uncaptured = self._reason_against(key, inputs, shapes)
         if reason is not None:
             self.counters.uncaptured[reason] += 1
             self._tell_once(reason)
@@ -186,6 +188,7 @@ class CaptureCache:
             self._attempts[key] += 1
             self.counters.failures[reason] += 1
             self.counters.uncaptured["capture failed"] += 1
+            self.why_uncaptured = "capture failed"
             logger.warning("capture %d of %s failed: %s", self._attempts[key], key, reason)
             return function(inputs)
         self.counters.captures += 1

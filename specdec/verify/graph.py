@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -56,11 +57,13 @@ class GraphVerifier(Verifier):
                 if not self.delegations[NEEDS_PREFIX]:
                     logger.info("verification goes node by node: %s", NEEDS_PREFIX)
                 self.delegations[NEEDS_PREFIX] += 1
-                return self._eager.verify(logits, window, sampler)
+                return replace(self._eager.verify(logits, window, sampler), notes={"delegated": NEEDS_PREFIX})
             scores, noise = scores_at_nodes(logits, sampler), noise_at_nodes(window, sampler)
             with profiling_range("specdec.verify.decide", logits.device):
                 decision = self._decide(scores, noise, window)
-            return settle(decision, window, sampler, logits, scores)
+            verdict = settle(decision, window, sampler, logits, scores)
+            reason = self._captures.why_uncaptured
+            return verdict if reason is None else replace(verdict, notes={"uncaptured": reason})
 
     def _decide(
         self, scores: Float[Tensor, "b w v"], noise: Float[Tensor, "b w v"] | None, window: Window

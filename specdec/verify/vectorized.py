@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import final
 
 from jaxtyping import Float
@@ -37,7 +38,7 @@ class VectorizedVerifier(Verifier):
             if not self.delegations[NEEDS_PREFIX]:
                 logger.info("verification goes node by node: %s", NEEDS_PREFIX)
             self.delegations[NEEDS_PREFIX] += 1
-            return self._eager.verify(logits, window, sampler)
+            return replace(self._eager.verify(logits, window, sampler), notes={"delegated": NEEDS_PREFIX})
         scores, noise = scores_at_nodes(logits, sampler), noise_at_nodes(window, sampler)
         decision = decide(scores, noise, window.tokens, window.parents, window.num_nodes, window.is_chain)
         return settle(decision, window, sampler, logits, scores)
