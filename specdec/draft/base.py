@@ -28,6 +28,8 @@ class DraftContext:
     """Deepest useful node for each row: tokens left to emit, less the one that the step gives anyway."""
     num_generated: tuple[int, ...]
     """Tokens each row has emitted so far = index of the next one (the key of its noise)."""
+    temperature: float = 1.0
+    """What the target divides its scores by before it picks; a drafter that picks with the noise divides its own."""
     noise: Noise | None = None
     """The target's noise when sampling, None when greedy; a drafter that picks with it agrees with the target more
     often."""

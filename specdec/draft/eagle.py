@@ -199,33 +199,42 @@ class EagleDrafter(Drafter):
         head, rows = self.head, tuple(context.rows[i] for i in live)
         prefix = Prefix.of(self._open_pages(), rows, head.device, self._sliding_window)
         pool = CandidatePool(len(rows), head.device)
-        hidden = self._run_last_pairs(rows, prefix)
+        last = torch.tensor(prefix.lengths, device=head.device)[:, None] - 1
+        cos, sin = head.cos_sin(last + torch.arange(depth, device=head.device))
+        hidden = self._run_last_pairs(rows, prefix, (cos[:, :1], sin[:, :1]))
         frontier = pool.grow(*self._children(hidden, context, live, 1))
         tree = Tree()
         for level in range(1, depth):
             if pool.is_settled(num_nodes, self._min_score):
                 break
-            hidden = self._run_frontier(frontier, hidden, prefix, tree, level)
+            rotation = cos[:, level, None], sin[:, level, None]
+            hidden = self._run_frontier(frontier, hidden, prefix, tree, rotation, level)
             frontier = pool.grow(*self._children(hidden, context, live, level + 1))
         return pool
 
-    def _run_last_pairs(self, rows: tuple[int, ...], prefix: Prefix) -> Float[Tensor, "b 1 d"]:
+    def _run_last_pairs(
+        self, rows: tuple[int, ...], prefix: Prefix, rotation: tuple[Tensor, Tensor]
+    ) -> Float[Tensor, "b 1 d"]:
         head = self.head
         inputs = torch.stack([self._rows[row].last_inputs for row in rows])[:, None]  # type: ignore[misc]
         residual = torch.stack([self._rows[row].last_residual for row in rows])[:, None]  # type: ignore[misc]
-        positions = torch.tensor(prefix.lengths, device=head.device)[:, None] - 1
-        q = head.queries(inputs, head.cos_sin(positions))
+        q = head.queries(inputs, rotation)
         return head.finish(residual, attend(q, prefix, 0, None, self._scaling))
 
     def _run_frontier(
-        self, frontier: Frontier, hidden: Float[Tensor, "b f d"], prefix: Prefix, tree: Tree, level: int
+        self,
+        frontier: Frontier,
+        hidden: Float[Tensor, "b f d"],
+        prefix: Prefix,
+        tree: Tree,
+        rotation: tuple[Tensor, Tensor],
+        level: int,
     ) -> Float[Tensor, "b k d"]:
         """One draft step: each node of the frontier with the hidden state of the node it hangs on."""
         head = self.head
-        above = hidden.gather(1, frontier.parents[..., None].expand(-1, -1, hidden.shape[2]))
+        is_chain = frontier.parents.shape[1] == 1
+        above = hidden if is_chain else hidden.gather(1, frontier.parents[..., None].expand(-1, -1, hidden.shape[2]))
         inputs, residual = head.layer_inputs(head.embed(frontier.tokens), above)
-        positions = torch.tensor(prefix.lengths, device=head.device)[:, None] - 1 + level
-        rotation = head.cos_sin(positions)
         tree.add(*head.keys_values(inputs, rotation), frontier.parents)
         q = head.queries(inputs, rotation)
         return head.finish(residual, attend(q, prefix, level, tree.view(), self._scaling))
@@ -240,7 +249,7 @@ class EagleDrafter(Drafter):
             at = [(context.num_generated[i] + depth - 1, context.rows[i]) for i in live]
             noise = torch.stack([context.noise.at(index)[row] for index, row in at])
             noise = noise if self._token_ids is None else noise[:, self._token_ids]
-            logits = logits.float() - noise[:, None, : logits.shape[2]].log()
+            logits = logits.float() / context.temperature - noise[:, None, : logits.shape[2]].log()
         values, indices = best_of(logits, min(self.config.width, logits.shape[2]))
         log_probs = values.float() - logits.logsumexp(2, keepdim=True).float()
         return log_probs, indices if self._token_ids is None else self._token_ids[indices]
@@ -259,6 +268,8 @@ class Tree:
         rows, nodes = parents.shape
         self._k.append(k)
         self._v.append(v)
+        if nodes == 1:
+            return
         own = torch.eye(nodes, dtype=torch.bool, device=k.device).expand(rows, -1, -1)
         if self._sees is None:
             self._sees = own
@@ -266,9 +277,8 @@ class Tree:
             inherited = self._sees.gather(1, parents[..., None].expand(-1, -1, self._sees.shape[2]))
             self._sees = torch.cat([inherited, own], dim=2)
 
-    def view(self) -> tuple[Float[Tensor, "b m h d"], Float[Tensor, "b m h d"], Bool[Tensor, "b n m"]]:
-        """All keys and values, and which of them the last level's nodes see."""
-        assert self._sees is not None
+    def view(self) -> tuple[Float[Tensor, "b m h d"], Float[Tensor, "b m h d"], Bool[Tensor, "b n m"] | None]:
+        """All keys and values, and which of them the last level's nodes see (None: all, in a chain)."""
         return torch.cat(self._k, dim=1), torch.cat(self._v, dim=1), self._sees
 
 

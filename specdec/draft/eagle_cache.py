@@ -97,7 +97,7 @@ def attend(
     q: Float[Tensor, "b n heads d"],
     prefix: Prefix,
     level: int,
-    tree: tuple[Float[Tensor, "b m h d"], Float[Tensor, "b m h d"], Bool[Tensor, "b n m"]] | None,
+    tree: tuple[Float[Tensor, "b m h d"], Float[Tensor, "b m h d"], Bool[Tensor, "b n m"] | None] | None,
     scaling: float,
 ) -> Float[Tensor, "b n heads d"]:
     """Attention of draft nodes over the verified pairs and, if given, the tree's keys under a mask; one softmax.
@@ -115,8 +115,10 @@ def attend(
         output = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ prefix.v
     else:
         k, v, sees = tree
-        among = (q @ k.permute(0, 2, 3, 1)).view(rows, kv_heads, -1, nodes, k.shape[1])
-        among = among.masked_fill(~sees[:, None, None], float("-inf")).view(rows, kv_heads, -1, k.shape[1])
+        among = q @ k.permute(0, 2, 3, 1)
+        if sees is not None:
+            hidden = ~sees[:, None, None]
+            among.view(rows, kv_heads, -1, nodes, k.shape[1]).masked_fill_(hidden, float("-inf"))
         weights = torch.cat([scores, among], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
         output = weights[..., :length] @ prefix.v + weights[..., length:] @ v.transpose(1, 2)
     return output.view(rows, heads, nodes, size).transpose(1, 2)

@@ -419,7 +419,8 @@ def test_a_drafter_that_draws_with_the_targets_noise_agrees_more() -> None:
     assert accepted[True] > accepted[False] + 0.1
 
 
-def test_chains_under_noise_are_the_tokens_that_the_head_would_draw() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_chains_under_noise_are_the_tokens_that_the_head_would_draw(temperature: float) -> None:
     head = random_head(EAGLE3)
     texts = [random_text(8, 3, seed) for seed in range(2)]
     noise: Noise = GeneratorNoise(torch.Generator().manual_seed(1).get_state(), 3, VOCAB, torch.device("cpu"))
@@ -427,11 +428,12 @@ def test_chains_under_noise_are_the_tokens_that_the_head_would_draw() -> None:
     drafter.begin(tuple(tokens for tokens, _ in texts), 64)
     for row, (tokens, features) in enumerate(texts):
         take_up(drafter, tokens, features, row)
-    draft = drafter.propose(context_of([tokens for tokens, _ in texts], num_generated=[5, 2], noise=noise))
+    context = context_of([tokens for tokens, _ in texts], num_generated=[5, 2], noise=noise)
+    draft = drafter.propose(dataclasses.replace(context, temperature=temperature))
     for row, (tokens, features) in enumerate(texts):
         path: tuple[int, ...] = ()
         for step in range(4):
-            probs = log_probs_of(head, tokens, features, path).exp()
+            probs = (log_probs_of(head, tokens, features, path) / temperature).softmax(-1)
             path = (*path, int((probs / noise.at([5, 2][row] + step)[row]).argmax()))
         assert paths_of(draft, row)[-1] == path
 
