@@ -73,7 +73,7 @@ def generate(
             inputs,
             seed=torch.seed() % 2**31 if seed is None else seed,
             arguments={"max_new_tokens": max_new_tokens, "pad_token_id": pad_token(target), **sampling},
-            speculation={"drafter": make_drafter(drafter, target), "writer": writer, "verifier": verifier},
+            speculation={"drafter": make_drafter(drafter, target, tokenizer), "writer": writer, "verifier": verifier},
         )
         if compare:
             progress("Warming up", 0, 0)

@@ -189,6 +189,7 @@ class Run:
             max_nodes=tuple(max_drafts if self.remaining[row] > 1 else 0 for row in rows),
             max_depths=tuple(self.remaining[row] - 1 for row in rows),
             num_generated=tuple(self.sampler.num_generated(row) for row in rows),
+            temperature=self.sampler.temperature,
             noise=self.sampler.noise,
         )
 

@@ -123,6 +123,7 @@ class Sampler:
         lockstep: bool = False,
         whole_batch: bool = False,
         stop_together: bool = False,
+        temperature: float = 1.0,
         keep_scores: bool = False,
         keep_logits: bool = False,
         pad_token: int = 0,
@@ -136,6 +137,7 @@ class Sampler:
         whole_batch: processors hold something per batch row, so they must be called with all rows in place, though they
             treat each row by itself.
         stop_together: no row ends before all rows are done (what plain decoding does without an end-of-sequence token).
+        temperature: what the processors divide the scores by; told to drafters, used for nothing else.
         keep_scores, keep_logits: record processed scores and raw logits of every emitted token.
         """
         self.prompts = prompts
@@ -144,6 +146,7 @@ class Sampler:
         self.noise = noise
         self.scores_only = scores_only or not processors
         self.lockstep = lockstep
+        self.temperature = temperature
         self.pad_token = pad_token
         self.emitted: list[list[int]] = [[] for _ in prompts]
         self.done = [False] * len(prompts)

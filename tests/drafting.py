@@ -25,6 +25,7 @@ def context_of(
     num_generated: int | Sequence[int] = 0,
     rows: Sequence[int] | None = None,
     noise: Noise | None = None,
+    temperature: float = 1.0,
 ) -> DraftContext:
     """A context over given texts; single numbers hold for every row."""
     every = [[n] * len(tokens) if isinstance(n, int) else n for n in (max_nodes, max_depths, num_generated)]
@@ -35,6 +36,7 @@ def context_of(
         max_nodes=tuple(every[0]),
         max_depths=tuple(every[1]),
         num_generated=tuple(every[2]),
+        temperature=temperature,
         noise=noise,
     )
 

@@ -26,9 +26,6 @@ from specdec.types import MAX_WINDOW, Draft, Verdict, Window
 
 logger = logging.getLogger(__name__)
 
-ScoreProcessor = Callable[[Tensor], Tensor]
-"""`scores [n v] → scores [n v]`: temperature, top-k and other pure functions of the scores."""
-
 
 class AssistantCache(Protocol):
     """What the drafter asks of its paged cache; see `PagedKVCache`."""
@@ -108,13 +105,11 @@ class AssistantDrafter(Drafter):
         target_vocab_size: int,
         make_store: StoreFactory,
         config: AssistantConfig | None = None,
-        processors: Sequence[ScoreProcessor] = (),
     ) -> None:
         """Args:
         target_vocab_size: ids that the target knows; raises `ConfigError` where the assistant knows another number of
             them, unless the configuration accepts that.
         make_store: makes the assistant's cache and writer at each `begin`.
-        processors: what the target's scores go through, so that drafts follow the same distribution.
         """
         self.config = config or AssistantConfig()
         own = assistant.vocab_size
@@ -127,7 +122,6 @@ class AssistantDrafter(Drafter):
         self._target_vocab_size = target_vocab_size
         self._common_size = min(own, target_vocab_size)
         self._make_store = make_store
-        self._processors = tuple(processors)
         self._store: tuple[AssistantCache, KVWriter] | None = None
         self._prompts: tuple[Sequence[int], ...] = ()
         self._rows: list[_Row] = []
@@ -138,12 +132,11 @@ class AssistantDrafter(Drafter):
         assistant: Target,
         target_vocab_size: int,
         make_store: StoreFactory,
-        processors: Sequence[ScoreProcessor] = (),
         **options: Any,
     ) -> AssistantDrafter:
         """Build from the options of `AssistantConfig`; unknown names raise `ConfigError`."""
         config = build_config(AssistantConfig, options)
-        return AssistantDrafter(assistant, target_vocab_size, make_store, config, processors)
+        return AssistantDrafter(assistant, target_vocab_size, make_store, config)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -177,7 +170,8 @@ class AssistantDrafter(Drafter):
             output = self._run(drafting, [chain.waiting for chain in drafting])
             last = torch.tensor([len(chain.waiting) - 1 for chain in drafting])
             assert output.logits is not None
-            self._extend(drafting, self._scores(output.logits[torch.arange(len(drafting)), last]), context.noise)
+            scores = self._scores(output.logits[torch.arange(len(drafting)), last], context.temperature)
+            self._extend(drafting, scores, context.noise)
             drafting = [chain for chain in drafting if chain.wanted > 0]
         return Draft.chains([chain.drafted for chain in chains], context.roots.device)
 
@@ -253,11 +247,9 @@ class AssistantDrafter(Drafter):
             chain.row.held += piece
         return output
 
-    def _scores(self, logits: Float[Tensor, "n own"]) -> Float[Tensor, "n v"]:
-        """Processed scores over the target's ids; ids that the assistant lacks cannot be picked."""
-        scores = logits[:, : self._common_size].to(torch.float32, copy=True)
-        for processor in self._processors:
-            scores = processor(scores)
+    def _scores(self, logits: Float[Tensor, "n own"], temperature: float) -> Float[Tensor, "n v"]:
+        """Scores over the target's ids at its temperature; ids that the assistant lacks cannot be picked."""
+        scores = logits[:, : self._common_size].float() / temperature
         missing = self._target_vocab_size - self._common_size
         return torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
 

@@ -21,7 +21,7 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.draft.base import Drafter
 from specdec.errors import ConfigError, UnsupportedError, choose
 from specdec.hf.drafters import make_drafter
-from specdec.hf.processors import hold_rows, looks_at_batch, scores_only
+from specdec.hf.processors import hold_rows, looks_at_batch, scores_only, temperature_of
 from specdec.hf.streaming import StreamRelay
 from specdec.hf.target import HFTarget, check_supported
 from specdec.policies import VERIFIERS as VERIFIERS
@@ -39,6 +39,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: str | Drafter | PreTrainedModel | None = "suffix",
+    drafter_options: dict[str, Any] | None = None,
     writer: str | MakeWriter = "deferred",
     verifier: str | Verifier = "eager",
     spec_config: SpecConfig | None = None,
@@ -51,6 +52,7 @@ def generate(
 
     Args:
         drafter: a name (`none`, `ngram`, `suffix`, `assistant:MODEL`, `eagle:PATH`), a `Drafter`, or a model to assist.
+        drafter_options: values of the named drafter's configuration.
         writer: `deferred` (NWOR), `immediate`, `off` (or `direct`), or what makes a `KVWriter` from its cache (a
             writer class, say).
         verifier: `vectorized`, `graph`, `adaptive`, `off` (or `eager`), or a `Verifier`.
@@ -66,6 +68,7 @@ def generate(
     kwargs = _with_stop_strings_as_criterion(model, kwargs)
     method = custom_generate(
         drafter=drafter,
+        drafter_options=drafter_options,
         writer=writer,
         verifier=verifier,
         spec_config=spec_config,
@@ -74,12 +77,14 @@ def generate(
         streamer=streamer,
     )
     with _stop_strings_hidden(model):
-        return model.generate(inputs, custom_generate=method, streamer=streamer, **kwargs)
+        run: Any = model.generate
+        return run(inputs, custom_generate=method, streamer=streamer, **kwargs)
 
 
 def custom_generate(
     *,
     drafter: str | Drafter | PreTrainedModel | None = "suffix",
+    drafter_options: dict[str, Any] | None = None,
     writer: str | MakeWriter = "deferred",
     verifier: str | Verifier = "eager",
     spec_config: SpecConfig | None = None,
@@ -105,7 +110,9 @@ def custom_generate(
         _refuse_unsupported_mode(generation_config)
         target = HFTarget(model, attention)
         mask = _take_model_inputs(target, input_ids, model_kwargs)
-        decoder = SpeculativeDecoder(target, make_drafter(drafter, model), make_writer, chosen, spec_config)
+        decoder = SpeculativeDecoder(
+            target, make_drafter(drafter, model, **(drafter_options or {})), make_writer, chosen, spec_config
+        )
         request = _Request(decoder, input_ids, mask, generation_config, logits_processor, stopping_criteria)
         return request.run(on_step, streamer)
 
@@ -173,6 +180,7 @@ class _Request:
             lockstep=stop_together or (many and looks_at_batch(self.processors, self.criteria)),
             whole_batch=many and hold_rows(self.processors, len(self.input_ids)),
             stop_together=stop_together,
+            temperature=temperature_of(self.processors),
             keep_scores=wants_dict and bool(self.config.output_scores),
             keep_logits=wants_dict and bool(self.config.output_logits),
             pad_token=0 if pad is None else int(pad),

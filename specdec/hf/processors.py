@@ -3,9 +3,11 @@ they allow."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
+from transformers import TemperatureLogitsWarper
 
 SCORES_ONLY = frozenset(
     {
@@ -51,6 +53,11 @@ def looks_at_batch(processors: Sequence[object], criteria: Sequence[object]) -> 
     return any(_known_as(processor) not in ROW_BY_ROW for processor in processors) or any(
         _known_as(criterion) not in ROW_BY_ROW_CRITERIA for criterion in criteria
     )
+
+
+def temperature_of(processors: Sequence[object]) -> float:
+    """What the processors divide the scores by, all in all."""
+    return math.prod(part.temperature for part in processors if isinstance(part, TemperatureLogitsWarper))
 
 
 def hold_rows(processors: Sequence[object], num_rows: int) -> bool:

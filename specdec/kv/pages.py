@@ -205,9 +205,15 @@ class PagedKVCache:
             self.free_row(row)
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget the tokens of a row from `length` on; its pages stay reserved."""
+        """Forget the tokens of a row from `length` on; its pages stay reserved, but those it shares are let go."""
         if not 0 <= length <= self._lengths[row]:
             raise ConfigError(f"truncate row {row}: length={length}; accepted: 0 to {self._lengths[row]}")
+        behind = self._tables[row][self._pages_for(length) :]
+        if any(self.allocator.references(page) > 1 for page in behind):
+            # The row will write there again, and what other rows share it must not write.
+            self.allocator.release(behind)
+            self._tables[row] = self._tables[row][: self._pages_for(length)]
+            self._layouts.clear()
         self._lengths[row] = length
 
     def advance(self, row: int, num_tokens: int) -> None:

@@ -23,13 +23,13 @@ from tests.models import FAMILIES, VOCAB, tiny_gpt2, tiny_llama
 from tests.systems import GREEDY, SAMPLED, plain, prompts, speculative
 
 
-def assistant(model: PreTrainedModel, temperature: float = 1.0, **options: Any) -> AssistantDrafter:
+def assistant(model: PreTrainedModel, **options: Any) -> AssistantDrafter:
     def make_store(layers, num_rows: int, max_length: int):
         cache = PagedKVCache(layers, num_rows, growable=True)
         return cache, DeferredWriter(cache)
 
     target = HFTarget(model)
-    return AssistantDrafter.of(target, VOCAB, make_store, [lambda scores: scores / temperature], **options)
+    return AssistantDrafter.of(target, VOCAB, make_store, **options)
 
 
 def relative_of(make: Callable[..., PreTrainedModel], noise: float) -> PreTrainedModel:
@@ -56,7 +56,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], drafter: Drafter, **o
 def test_a_model_drafting_for_itself_is_always_accepted(family: str, num_rows: int, mode: dict[str, Any]) -> None:
     model, inputs = FAMILIES[family](), prompts(num_rows, VOCAB)
     mode = mode | ({"temperature": 0.8, "top_k": 0, "top_p": 1.0} if mode["do_sample"] else {})
-    drafter = assistant(FAMILIES[family](), mode.get("temperature", 1.0), num_drafts=4)
+    drafter = assistant(FAMILIES[family](), num_drafts=4)
     records = run(model, inputs, drafter, max_new_tokens=40, **mode)
     assert all(record.num_accepted == record.num_drafted for record in records)
     assert len(records) == 8
@@ -128,4 +128,4 @@ def test_drafts_picked_with_the_targets_noise_are_accepted_more_often() -> None:
         records = run(model, inputs, drafter, **options)
         return sum(record.num_accepted for record in records) / sum(record.num_drafted for record in records)
 
-    assert accepted(assistant(small, 2.5)) > 1.5 * accepted(Deaf(assistant(small, 2.5)))
+    assert accepted(assistant(small)) > 1.5 * accepted(Deaf(assistant(small)))

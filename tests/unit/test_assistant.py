@@ -40,9 +40,9 @@ class Stores:
         return self.caches[-1].allocator.num_free
 
 
-def assistant_of(target: TinyTarget | None = None, stores: Stores | None = None, processors=(), **options):
+def assistant_of(target: TinyTarget | None = None, stores: Stores | None = None, **options):
     target = target or TinyTarget(VOCAB)
-    return AssistantDrafter.of(target, VOCAB, stores or Stores(), processors, **options)
+    return AssistantDrafter.of(target, VOCAB, stores or Stores(), **options)
 
 
 def drafts(draft: Draft) -> list[list[int]]:
@@ -162,10 +162,10 @@ def test_sampled_drafts_are_picked_with_the_noise_of_their_index() -> None:
             grown.append(int(pick_tokens(target.scores(grown)[None] / 0.7, noise.at(index + i)[row][None])))
         return grown[len(text) :]
 
-    drafter = assistant_of(target, num_drafts=6, processors=[lambda scores: scores / 0.7])
+    drafter = assistant_of(target, num_drafts=6)
     texts = [[5, 6], [7, 8, 9]]
     drafter.begin((texts[0], [0], texts[1]), 100)
-    draft = drafter.propose(context_of(texts, rows=[0, 2], num_generated=[3, 8], noise=noise))
+    draft = drafter.propose(context_of(texts, rows=[0, 2], num_generated=[3, 8], noise=noise, temperature=0.7))
     assert drafts(draft) == [sampled(0, 3, texts[0], 6), sampled(2, 8, texts[1], 6)]
     assert drafts(draft)[1] != sampled(0, 8, texts[1], 6), "the noise of another row must make another text"
     assert drafts(draft) != [fresh_drafts(text, 6, target) for text in texts]
