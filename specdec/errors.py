@@ -42,6 +42,10 @@ class ModelUnavailable(SpecdecError, RuntimeError):
     """A model that cannot be had or loaded; the message says why and what to do."""
 
 
+class TrainingError(SpecdecError, RuntimeError):
+    """Training cannot go on; the message says why and what is kept."""
+
+
 def choose(name: str, value: str, options: Mapping[str, T]) -> T:
     """Look `value` up in `options`, or raise `ConfigError` naming the argument, the value and the accepted names."""
     if value not in options:

@@ -51,24 +51,31 @@ class HeadShape:
 
 
 def initial_head(model: PreTrainedModel, shape: HeadShape) -> EagleHead:
-    """An fp32 head on the model's device that borrows the model's embedding (and lm_head, if tied), ready to be trained.
+    """An fp32 head on the model's device that borrows the model's embedding (and lm_head, if tied).
 
-    `fc` starts as the identity on the last tap, the layer as a copy of the target's last layer that ignores the embedding;
-    targets whose layers are built otherwise give a head with random weights.
+    `fc` starts as the identity on the last tap, the layer as a copy of the target's last layer that ignores the
+    embedding; targets whose layers are built otherwise give a head with random weights.
     """
     config = head_config(model, shape)
     head = EagleHead(config)
     for parameter in head.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)
-    lm_head = model.get_output_embeddings().weight
     with torch.no_grad():
         if config.feature_size == config.hidden_size:
             head.fc.weight.zero_()
             head.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
         _copy_last_layer(head, model)
     head = head.float().to(model.device)
-    return head.borrow(model.get_input_embeddings().weight, lm_head if config.tie_lm_head else None)
+    embedding: nn.Module = model.get_input_embeddings()
+    lm_head: nn.Module | None = model.get_output_embeddings() if config.tie_lm_head else None
+    return head.borrow(_weight(embedding), None if lm_head is None else _weight(lm_head))
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def head_config(model: PreTrainedModel, shape: HeadShape) -> EagleHeadConfig:
@@ -102,7 +109,7 @@ def head_config(model: PreTrainedModel, shape: HeadShape) -> EagleHeadConfig:
 def _copy_last_layer(head: EagleHead, model: PreTrainedModel) -> None:
     source = _named(decoder_layers(model)[-1])
     extra = _named(decoder_layers(model)[-2]) if len(decoder_layers(model)) > 1 else source
-    layer, size = head.layers[0], head.config.hidden_size
+    layer, size = head.layer, head.config.hidden_size
     for name in ("q_proj", "k_proj", "v_proj"):
         weight, mine = source.get(f"self_attn.{name}.weight"), getattr(layer.self_attn, name).weight
         if weight is not None and mine.shape == (weight.shape[0], 2 * size):
@@ -121,12 +128,12 @@ def _copy_last_layer(head: EagleHead, model: PreTrainedModel) -> None:
             mine.narrow(along, kept, more.shape[along]).copy_(more * (0.0 if along else 1.0))
     pairs = {
         "self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
-        "input_layernorm.weight": layer.hidden_norm.weight,
+        "input_layernorm.weight": _weight(layer.hidden_norm or nn.Identity()),
         "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
     }
     final = getattr(model.base_model, "norm", None)
     if isinstance(final, nn.Module) and head.norm is not None:
-        source["norm.weight"] = final.weight.detach().float().cpu()
+        source["norm.weight"] = _weight(final).detach().float().cpu()
         pairs["norm.weight"] = head.norm.weight
     for name, mine in pairs.items():
         if name in source and source[name].shape == mine.shape:

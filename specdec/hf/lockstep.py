@@ -1,7 +1,7 @@
 """`LockstepModel`: many rows of one model, all at the same position, decoding together from contiguous K/V.
 
-Self-generated training text needs throughput, not latency: thousands of rows fill a GPU, and rows that never part ways need no
-page table.  Everything else in the library uses the paged cache.
+Self-generated training text needs throughput, not latency: thousands of rows fill a GPU, and rows that never part ways
+need no page table.  Everything else in the library uses the paged cache.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class LockstepModel:
         self._step = _Lockstep({}, {}, _zero(device, 1), _zero(device, dtype=torch.int32), None)
         for layer_idx, number in target.profile.layer_numbers.items():
             shape = target.layers[number]
-            new = {"dtype": shape.dtype, "device": shape.device}
-            self._step.keys[layer_idx] = torch.zeros(rows, shape.num_kv_heads, capacity, shape.k_size, **new)
-            self._step.values[layer_idx] = torch.zeros(rows, shape.num_kv_heads, capacity, shape.v_size, **new)
+            like = torch.empty(0, dtype=shape.dtype, device=shape.device)
+            self._step.keys[layer_idx] = like.new_zeros(rows, shape.num_kv_heads, capacity, shape.k_size)
+            self._step.values[layer_idx] = like.new_zeros(rows, shape.num_kv_heads, capacity, shape.v_size)
         self._tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self._logits: Tensor | None = None
         self._graph = self._capture() if device.type == "cuda" else None
@@ -114,7 +114,7 @@ def _attend(
     """Write the step's K/V at its position and attend to everything up to it."""
     if specdec_lockstep is None:
         raise UnsupportedError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
-    step, layer = specdec_lockstep, module.layer_idx
+    step, layer = specdec_lockstep, int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.keys[layer], step.values[layer]
     keys.index_copy_(2, step.position, key)
     values.index_copy_(2, step.position, value)

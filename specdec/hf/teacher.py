@@ -1,4 +1,4 @@
-"""`TeacherModel`: whole rows of text through the target at once, for the features and logits that a head learns from."""
+"""`TeacherModel`: whole rows of text through the target at once: the features and logits that a head learns from."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NAME = "specdec_teacher"
 class TeacherModel:
     """Runs unpadded rows of up to `length` tokens and returns the taps and the logits of every token.
 
-    `compiled` fuses each decoder layer with torch.compile (one compilation for all layers).  The model's own methods are left as
-    they were after each call.  Raises `UnsupportedError` as `check_plain_attention` does.
+    `compiled` fuses each decoder layer with torch.compile (one compilation for all layers).  The model's own methods
+    are left as they were after each call.  Raises `UnsupportedError` as `check_plain_attention` does.
     """
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], length: int, compiled: bool = False) -> None:

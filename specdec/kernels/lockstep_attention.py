@@ -61,7 +61,7 @@ def attend_lockstep(
     num_keys: Int[Tensor, ""],
     scale: float,
 ) -> Float[Tensor, "b heads d"]:
-    """Softmax attention of one query per row over the first `num_keys` keys; `d` must be a power of two, at least 16."""
+    """Softmax attention of one query per row over the first `num_keys` keys; `d` is a power of two, at least 16."""
     rows, heads, size = query.shape
     kv_heads, capacity = keys.shape[1:3]
     query = query.contiguous()

@@ -1,7 +1,7 @@
 """τ without running the decoder: what a head would have had accepted along a text that the target wrote.
 
-Verification keeps exactly the drafts that agree with the tokens that the target picks, greedily or with its noise, so acceptance
-follows from the text alone: draft at a place, and count how far the text agrees.
+Verification keeps exactly the drafts that agree with the tokens that the target picks, greedily or with its noise, so
+acceptance follows from the text alone: draft at a place, and count how far the text agrees.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tau:
 
 @torch.no_grad()
 def chain_acceptance(head: EagleHead, texts: Texts, depth: int, fast: bool = False) -> Int[Tensor, "b t-1"]:
-    """Drafts accepted, at most `depth`, when a greedy chain is drafted behind each pair (feature `t`, token `t + 1`)."""
+    """Drafts accepted, at most `depth`, of a greedy chain drafted behind each pair (feature `t`, token `t + 1`)."""
     pairs = texts.tokens.shape[1] - 1
     memory = ChainMemory(head.config.head_dim**-0.5, fast)
     hidden = head.fuse(tuple(tap[:, :-1] for tap in texts.taps))
@@ -161,7 +161,7 @@ class _Trees:
             beam_score, kept = child_score.flatten(1).topk(k, dim=-1)
             beam_on = child_on.flatten(1).gather(1, kept)
             parents, beam_tokens = kept // k, tokens.flatten(1).gather(1, kept)
-            own = [tuple(_take(x, parents) for x in pair) for pair in own]
+            own = [(_take(key, parents), _take(value, parents)) for key, value in own]
             self._advance(beam_tokens, _take(self._hidden, parents), level + 1, own)
         pool, hits = torch.cat(scores, 1), torch.cat(on_path, 1)
         counts = {}

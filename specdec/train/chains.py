@@ -1,7 +1,7 @@
 """Attention of training-time test: step-`j` queries see the step-0 keys before them and their own chain's later keys.
 
-Chain `t` starts at pair `t`; its query at step `j` stands at position `t + j`, attends to the step-0 keys of pairs `0..t`, and to the
-keys that chain `t` itself made at steps `1..j` (Li et al. 2025, arXiv:2503.01840, figure 6).
+Chain `t` starts at pair `t`; its query at step `j` stands at position `t + j`, attends to the step-0 keys of pairs
+`0..t`, and to the keys that chain `t` itself made at steps `1..j` (Li et al. 2025, arXiv:2503.01840).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Heads = Float[Tensor, "b heads t d"]
 
 @final
 class ChainMemory:
-    """Keys and values of the steps so far; its `attend` is what `EagleHead.forward` calls at each step, step 0 first."""
+    """Keys and values of the steps so far; `attend` is what `EagleHead.forward` calls at each step, in order."""
 
     def __init__(self, scale: float, fast: bool) -> None:
         self._scale, self._fast = scale, fast
@@ -54,8 +54,8 @@ def chain_attention(q: Heads, k0: Tensor, v0: Tensor, scale: float, *later: Tens
 
 @final
 class _ChainAttention(torch.autograd.Function):
-    """The flash backward kernel recomputes its weights as exp(score − lse): given the *merged* output and log-sum-exp, it returns
-    exactly the share of the gradient that flows through the step-0 keys."""
+    """The flash backward kernel recomputes its weights as exp(score − lse): given the *merged* output and log-sum-exp,
+    it returns exactly the share of the gradient that flows through the step-0 keys."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, scale: float, *later: Tensor) -> Tensor:

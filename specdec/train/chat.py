@@ -36,11 +36,11 @@ class ChatPieces:
 
 
 def chat_pieces(tokenizer: ChatTokenizer) -> ChatPieces:
-    """Find the pieces by rendering a conversation.  Raises `UnsupportedError` for a model without a usable chat template."""
+    """Find the pieces by rendering a conversation.  Raises `UnsupportedError` without a usable chat template."""
     if not tokenizer.chat_template:
         raise UnsupportedError(
-            "the model has no chat template, so it cannot write both sides of a conversation; give prompts of your own with "
-            "--prompts FILE (one JSON object with a 'prompt' or 'turns' a line), or set the tokenizer's chat_template"
+            "the model has no chat template, so it cannot write both sides of a conversation; give prompts of your "
+            "own with --prompts FILE (one JSON object with a 'prompt' or 'turns' a line), or set the tokenizer's chat_template"
         )
     turns = [("user", USER), ("assistant", REPLY), ("user", NEXT)]
     text = _render(tokenizer, turns)
@@ -90,18 +90,19 @@ OPENERS = (
     "Correct", "Classify", "Identify", "List", "Give me", "Give an example of", "Generate", "Suggest", "Provide",
     "Name", "Tell me about", "Tell me a", "What", "What is", "What are the", "What would happen if", "What happened",
     "How", "How do I", "How does", "How can", "How many", "How would you", "Why", "Why do", "Why is", "When", "Where",
-    "Who", "Which", "Is it", "Are there", "Do you", "Does", "Can you", "Can you help me", "Could you", "Could you explain",
-    "Should", "Would", "Please", "Help me", "I want to", "I need", "I need help with", "I'm trying to", "I'm writing",
-    "I have", "I have a list of", "I am", "I would like", "My", "My friend", "Suppose", "Suppose that", "Consider",
-    "Given", "Given the following", "Given a", "If", "If a", "Let", "Let's", "Calculate", "Compute", "Solve",
-    "Solve the equation", "Find", "Find the", "Prove that", "Determine", "Evaluate", "Estimate", "A", "A train",
-    "A box contains", "The", "The following", "There are", "In", "In the", "In what year", "Imagine", "Imagine that you are",
-    "Pretend to be", "Act as", "You are", "You are a", "Play the role of", "As a", "Implement", "Implement a", "Debug",
-    "Here is", "Here is a paragraph:", "Read the", "Extract", "Convert", "Sort", "Choose", "Recommend", "Outline",
-    "Plan", "Argue", "Define", "Interpret", "Reflect on", "Continue", "Complete", "Fill in", "Make", "Show", "Build",
-    "Use", "Using", "Think of", "Based on", "Hi", "Hello", "Good morning", "Thank you", "Two", "Three", "Every", "Some",
+    "Who", "Which", "Is it", "Are there", "Do you", "Does", "Can you", "Can you help me", "Could you",
+    "Could you explain", "Should", "Would", "Please", "Help me", "I want to", "I need", "I need help with",
+    "I'm trying to", "I'm writing", "I have", "I have a list of", "I am", "I would like", "My", "My friend",
+    "Suppose", "Suppose that", "Consider", "Given", "Given the following", "Given a", "If", "If a", "Let", "Let's",
+    "Calculate", "Compute", "Solve", "Solve the equation", "Find", "Find the", "Prove that", "Determine", "Evaluate",
+    "Estimate", "A", "A train", "A box contains", "The", "The following", "There are", "In", "In the", "In what year",
+    "Imagine", "Imagine that you are", "Pretend to be", "Act as", "You are", "You are a", "Play the role of", "As a",
+    "Implement", "Implement a", "Debug", "Here is", "Here is a paragraph:", "Read the", "Extract", "Convert", "Sort",
+    "Choose", "Recommend", "Outline", "Plan", "Argue", "Define", "Interpret", "Reflect on", "Continue", "Complete",
+    "Fill in", "Make", "Show", "Build", "Use", "Using", "Think of", "Based on", "Hi", "Hello", "Good morning",
+    "Thank you", "Two", "Three", "Every", "Some",
 )  # fmt: skip
-"""First words of user turns, so that rare kinds of request are asked too; written for this purpose, from no data set."""
+"""First words of user turns, so that rare kinds of request are asked too; written for this, from no data set."""
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

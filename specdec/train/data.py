@@ -52,7 +52,7 @@ class Corpus:
 
     @staticmethod
     def of(rows: Rows, held_out: int) -> Corpus:
-        """Keep apart the first `held_out` greedy rows; looping text is left out of the rest, part by part to spare memory."""
+        """Keep apart the first `held_out` greedy rows; looping text is left out, part by part to spare memory."""
         apart = torch.zeros(len(rows.tokens), dtype=torch.bool, device=rows.tokens.device)
         greedy = rows.greedy.nonzero().flatten()[:held_out]
         apart[greedy] = True

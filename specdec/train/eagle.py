@@ -1,4 +1,4 @@
-"""Training-time test: the head is unrolled over its own outputs, as it will be used (Li et al. 2025, arXiv:2503.01840, section 3)."""
+"""Training-time test: the head is unrolled over its own outputs, as it will be used (Li et al., arXiv:2503.01840)."""
 
 from __future__ import annotations
 

@@ -7,15 +7,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from specdec.errors import SpecdecError
-
-
-class TrainingError(SpecdecError, RuntimeError):
-    """Training cannot go on; the message says why and what is kept."""
+from specdec.errors import TrainingError
 
 
 def put_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in place in one move.  Raises `TrainingError` on a full disk."""
+    """Let `write` fill a file beside `path`, then move it into place.  Raises `TrainingError` on a full disk."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(beside)
@@ -26,8 +22,8 @@ def put_whole(path: Path, write: Callable[[Path], object]) -> None:
         beside.unlink(missing_ok=True)
         if _is_full(failure):
             raise TrainingError(
-                f"the disk of {path.parent} is full while writing {path.name}; what was saved before is intact: make room and run "
-                "the same command again to go on from there"
+                f"the disk of {path.parent} is full while writing {path.name}; what was saved before is intact: make "
+                "room and run the same command again to go on from there"
             ) from failure
         raise
 

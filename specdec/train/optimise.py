@@ -78,8 +78,9 @@ class HeadOptimiser:
             weight_decay=config.weight_decay,
             fused=device.type == "cuda",
         )
-        for parameter in self._masters:
-            parameter.grad = torch.zeros_like(parameter)
+        self._grads = [torch.zeros_like(parameter) for parameter in self._masters]
+        for parameter, grad in zip(self._masters, self._grads, strict=True):
+            parameter.grad = grad
         self._fast = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Batch, list[Tensor], Tensor] | None = None
@@ -88,10 +89,9 @@ class HeadOptimiser:
     def step(self, batch: Batch, progress: float) -> Float[Tensor, "steps 2"]:
         """One update; returns loss and agreement of each unrolled step, on the device (valid until the next call)."""
         gradients, figures = self._gradients(batch)
-        grads = [p.grad for p in self._masters]
-        torch._foreach_copy_(grads, gradients)
+        torch._foreach_copy_(self._grads, gradients)
         if self._processes > 1:
-            _average(grads, self._processes)
+            _average(self._grads, self._processes)
         torch.nn.utils.clip_grad_norm_(self._masters, self.config.clip, foreach=True)
         for group in self.adamw.param_groups:
             group["lr"] = self.config.rate_at(progress)
@@ -113,7 +113,7 @@ class HeadOptimiser:
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the working copy up to date with the masters."""
-        torch._foreach_copy_(self._copies, [p.detach() for p in self._masters])
+        torch._foreach_copy_([p.detach() for p in self._copies], [p.detach() for p in self._masters])
 
     def _gradients(self, batch: Batch) -> tuple[list[Tensor], Tensor]:
         if not self._use_graph:

@@ -1,4 +1,4 @@
-"""The whole of training a head: text, draft vocabulary, training-time test, held-out τ.  Every part can be taken up again."""
+"""The whole of training a head: text, draft vocabulary, training-time test, held-out τ; each can be taken up again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.draft.eagle_head import EagleHead
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, TrainingError
 from specdec.hf.initial_head import HeadShape, initial_head
 from specdec.hf.lockstep import LockstepModel
 from specdec.hf.teacher import TeacherModel
@@ -21,7 +21,6 @@ from specdec.train.acceptance import Texts, chain_acceptance, tau_along
 from specdec.train.chat import ChatPieces, chat_pieces
 from specdec.train.data import Corpus, first_replies, load_rounds, round_file, save_round
 from specdec.train.eagle import TestTimeTraining
-from specdec.train.files import TrainingError
 from specdec.train.optimise import HeadOptimiser, OptimiserConfig
 from specdec.train.progress import Progress
 from specdec.train.selftalk import Pick, SelfTalkConfig, end_of_turn_ids, opening_rows, pick_tokens_torch, talk
@@ -123,9 +122,11 @@ class TrainingRun:
     def write_text(self, prompts: list[list[int]] | None = None) -> None:
         """Let the target write text until there is enough, or the time for it is up; rounds that are there are kept.
 
-        With `prompts` (token ids up to where a reply begins) the target answers those, over and over, rather than itself.
+        With `prompts` (token ids up to where a reply begins) the target answers those, over and over.
         """
         config, place = self.config, self._place
+        if read_state(self.folder) is not None:  # training has begun: another text would bend its curve
+            return
         pieces = chat_pieces(self.tokenizer) if prompts is None or self.tokenizer.chat_template else None
         ends = end_of_turn_ids(pieces, self.model.generation_config.eos_token_id, self.tokenizer.all_special_ids)
         per_round = config.rows_at_once * config.talk.length
@@ -190,6 +191,9 @@ class TrainingRun:
         state = read_state(self.folder)
         if state is None:
             state = RunState(config.fingerprint(), self._plan(corpus, optimiser))
+            if place.rank == 0:
+                save_state(self.folder, state, optimiser)
+            place.wait()
         else:
             restore(self.folder, state, config.fingerprint(), optimiser)
             self._progress.say(f"going on from step {state.step} of {state.total_steps}")
@@ -248,7 +252,8 @@ class TrainingRun:
         if not all(math.isfinite(loss) for loss, _ in figures):
             raise TrainingError(
                 f"the loss is {figures[0][0]} at step {state.step}: training went astray; lower the learning rate "
-                f"(now {self.config.optimiser.learning_rate}) and start anew in another --out; what {self.folder} holds is from before"
+                f"(now {self.config.optimiser.learning_rate}) and start anew in another --out; what "
+                f"{self.folder} holds is from before"
             )
         tokens = state.step * self.config.batch_rows * self.config.talk.length * self._place.world
         losses, agreements = ([round(x[i], 5) for x in figures] for i in range(2))
@@ -276,7 +281,7 @@ def held_out_texts(corpus: Corpus, teacher: TeacherModel, batch_rows: int):
 
 
 def draft_vocabulary(corpus: Corpus, head: EagleHead) -> torch.Tensor:
-    """The tokens seen most in replies, in order of id.  Raises `TrainingError` where the text holds too few different ones."""
+    """The tokens seen most in replies, in order of id.  Raises `TrainingError` where they cover too little text."""
     counts = corpus.frequencies(head.config.vocab_size)
     wanted, seen = head.config.num_draft_tokens, int((counts > 0).sum())
     chosen = counts.argsort(descending=True, stable=True)[:wanted]

@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def chosen_next(self) -> Bool[Tensor, "b t"]:
-        """Columns whose successor the target chose in a reply that has not begun to loop: what a head can learn from."""
+        """Columns whose successor the target chose in a reply that has not begun to loop: what to learn from."""
         replied = (self.roles == REPLY) & ~looping(self.tokens)
         return torch.cat([replied[:, 1:], torch.zeros_like(replied[:, :1])], dim=1)
 
@@ -226,7 +226,7 @@ def pick_tokens_torch(
 def end_of_turn_ids(
     pieces: ChatPieces | None, eos: int | Sequence[int] | None, special_ids: Sequence[int]
 ) -> list[int]:
-    """Tokens that end a turn: the end-of-sequence tokens, and special tokens that the template puts right behind a turn."""
+    """Tokens that end a turn: end-of-sequence tokens, and special tokens that the template puts right behind a turn."""
     found = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     if pieces is not None:
         found += [piece[0] for piece in (pieces.after_reply, pieces.after_user) if piece and piece[0] in special_ids]

@@ -62,7 +62,8 @@ def restore(folder: Path, state: RunState, fingerprint: dict[str, Any], optimise
         before, now = state.fingerprint.get(name), fingerprint.get(name)
         if before != now:
             raise ConfigError(
-                f"{name}={now!r}, but {folder} holds a run with {name}={before!r}; accepted: the same settings, or another --out"
+                f"{name}={now!r}, but {folder} holds a run with {name}={before!r}; accepted: the same settings, or "
+                "another --out"
             )
     with safe_open(folder / FILE, "pt") as file:
         names = set(file.keys())
