@@ -62,6 +62,10 @@ class StepRecorder:
             return reason
         return self._record(key, program)
 
+    def latest(self) -> Callable[[], object]:
+        """The replay that ran last, for measuring it alone.  Raises `KeyError` where nothing is recorded."""
+        return self._replays[next(reversed(self._replays), None)]
+
     def clear(self) -> None:
         """Let go of all recordings."""
         self._replays.clear()

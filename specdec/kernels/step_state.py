@@ -154,7 +154,7 @@ def open_window(buffers: StepBuffers) -> None:
         width,
         WIDTH=triton.next_power_of_2(width),
         LEVELS=(width - 1).bit_length(),
-        num_warps=1 if width <= 16 else 4,
+        num_warps=1 if width <= 16 else 8,
     )
 
 
