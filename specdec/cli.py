@@ -15,14 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 from typer.exceptions import TyperException
 
+from specdec.bench.command import bench_command
 from specdec.cli_generate import generate
 from specdec.cli_info import info
 from specdec.errors import SpecdecError, choose
-from specdec.hf.generate import WRITERS
+from specdec.policies import WRITERS
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "info": info,
+    "bench": bench_command,
 }
 
 FAILED = 2

@@ -18,10 +18,12 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 import specdec
-from specdec.cli_terminal import LoadingProgress, TextOutput
+from specdec.cli_terminal import TextOutput
 from specdec.errors import ConfigError
 from specdec.hf.drafters import make_drafter
 from specdec.hf.models import DEFAULT_CACHE, DEFAULT_MODEL, load_model
+from specdec.hf.progress import LoadingProgress
+from specdec.policies import VERIFIERS, WRITERS
 from specdec.stats import SpecStats
 from specdec.types import StepRecord
 
@@ -36,8 +38,8 @@ def generate(
     drafter: Annotated[
         str, typer.Option(help="none, ngram, suffix, assistant:ID, eagle:PATH, eagle+suffix, eagle:PATH+suffix.")
     ] = "suffix",
-    writer: Annotated[str, typer.Option(help="deferred or direct (SPECDEC_KV_WRITER).")] = "deferred",
-    verifier: Annotated[str, typer.Option(help="eager.")] = "eager",
+    writer: Annotated[str, typer.Option(help=f"{', '.join(WRITERS)} (SPECDEC_KV_WRITER).")] = "deferred",
+    verifier: Annotated[str, typer.Option(help=f"{', '.join(VERIFIERS)}.")] = "eager",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=0, help="Default: what the model's generation config says.")] = None,

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli_terminal import LoadingProgress
 from specdec.hf.describe import ModelDescription, describe_model
 from specdec.hf.models import DEFAULT_CACHE, DEFAULT_MODEL
+from specdec.hf.progress import LoadingProgress
 
 VERDICTS = {True: "yes", False: "no", None: "not known before it is loaded"}
 

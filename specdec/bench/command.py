@@ -20,6 +20,7 @@ from specdec.bench.workload import Question, copying_questions, read_questions
 from specdec.errors import ConfigError
 from specdec.hf.drafters import make_drafter
 from specdec.hf.models import DEFAULT_CACHE, DEFAULT_MODEL, load_model
+from specdec.hf.progress import LoadingProgress
 
 DIFFERENT = 1
 """Exit status where tokens differ from the reference's and must not."""
@@ -71,7 +72,8 @@ def bench_command(
     )
     if threads is not None:
         torch.set_num_threads(threads)
-    target, tokenizer = load_model(model, dtype, device, cache_dir)
+    with LoadingProgress() as progress:
+        target, tokenizer = load_model(model, dtype, device, cache_dir, on_progress=progress)
     if copy_task:
         questions += copying_questions(tokenizer, copy_task, seed=seed)
     systems: list[System] = [HFSystem(target)]
