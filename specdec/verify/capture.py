@@ -72,8 +72,13 @@ class CudaGraphBackend(CaptureBackend):
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile: that must not invalidate this capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = function()
+        except BaseException:
+            # A pool in which a recording broke off counts as being recorded to for ever.
+            self._pool = None
+            raise
 
         def replay() -> Tensor:
             graph.replay()
