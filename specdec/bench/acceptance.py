@@ -89,11 +89,11 @@ def measure(
     shapes = sorted({(s.depth, s.top_k) for s in settings if s.size is not None})
     for depth, top_k in shapes:
         members = [s for s in settings if s.size is not None and (s.depth, s.top_k) == (depth, top_k)]
-        on_setting(members[0].name)
         sizes = [s.size for s in members if s.size is not None]
         grown: list[dict[int, Int[Tensor, "b t"]]] = [tree_acceptance(head, p, depth, top_k, sizes) for p in texts]
         for setting in members:
             assert setting.size is not None
+            on_setting(setting.name)
             along = [tau_along(t[setting.size], p, depth) for t, p in zip(grown, texts, strict=True)]
             result[setting.name] = joined(along)
     return result

@@ -24,20 +24,21 @@ class HeadShape:
     """What may be chosen about a head; None takes what suits the target."""
 
     taps: tuple[int, ...] | None = None
-    """Layer inputs that the head reads; by default layers 2, n//2 and n-3."""
+    """Layer inputs that the head reads; by default five, evenly spread from layer 2 to the last."""
     mlp_multiple: float = 1.0
     """Width of the head's MLP relative to a target layer's."""
     draft_vocab_size: int | None = None
     """Tokens that the head can draft; 0 means all of them, with the target's own lm_head."""
     sliding_window: int | None = None
-    norm_before_residual: bool = False
+    norm_before_residual: bool = True
     norm_output: bool = True
 
     def taps_for(self, num_layers: int) -> tuple[int, ...]:
         """The taps of a target with so many layers."""
         if self.taps is not None:
             return self.taps
-        return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)}))
+        first, last = min(2, num_layers - 1), num_layers - 1
+        return tuple(sorted({first + round((last - first) * part / 4) for part in range(5)}))
 
     def vocabulary_for(self, vocab_size: int) -> int | None:
         """Draft vocabulary for a target's; None where the head takes all of it."""

@@ -24,6 +24,7 @@ class Texts:
     tokens: Int[Tensor, "b t"]
     taps: tuple[Float[Tensor, "b t f"], ...]
     prompt_lengths: Int[Tensor, " b"]
+    """At least 2: the last prompt token is the first root, and drafts need a pair behind it."""
     lengths: Int[Tensor, " b"]
     """Tokens of each row, prompt included; the columns behind are padding."""
 
@@ -80,13 +81,13 @@ def _ahead(texts: Texts, offset: int, pairs: int) -> Int[Tensor, "b t"]:
 
 
 def tau_along(accepted: Int[Tensor, "b t"], texts: Texts, depth: int) -> Tau:
-    """Walk along each text, step by step, with the drafts accepted at each pair."""
+    """Walk along each text, step by step; the first root is the last prompt token, as in the decoder."""
     table = accepted.clamp(max=depth).tolist()
     emitted = steps = 0
     reached, passed = [0] * depth, [0] * depth
     means = []
     for row, (start, end) in enumerate(zip(texts.prompt_lengths.tolist(), texts.lengths.tolist(), strict=True)):
-        root, row_steps = start, 0
+        root, row_steps = start - 1, 0
         while root < end - 1:
             count = min(table[row][root - 1], end - 2 - root)
             for position in range(min(depth, end - 2 - root)):
@@ -95,8 +96,8 @@ def tau_along(accepted: Int[Tensor, "b t"], texts: Texts, depth: int) -> Tau:
             root += count + 1
             row_steps += 1
         if row_steps:
-            means.append((end - 1 - start) / row_steps)
-            emitted, steps = emitted + end - 1 - start, steps + row_steps
+            means.append((end - start) / row_steps)
+            emitted, steps = emitted + end - start, steps + row_steps
     mean = sum(means) / max(len(means), 1)
     return Tau(emitted / max(steps, 1), mean, steps, len(means), tuple(reached), tuple(passed))
 
@@ -116,7 +117,7 @@ def tree_acceptance(
     roots = head.finish(residual, memory.attend(head.queries(inputs, rotation), keys, values))
     result = {size: torch.zeros(texts.tokens.shape[0], pairs, dtype=torch.long) for size in sizes}
     for row, (start, end) in enumerate(zip(texts.prompt_lengths.tolist(), texts.lengths.tolist(), strict=True)):
-        for first in range(start - 1, end - 2, at_once):
+        for first in range(start - 2, end - 2, at_once):
             chosen = torch.arange(first, min(first + at_once, end - 2), device=roots.device)
             trees = _Trees(head, keys[row, :end], values[row, :end], roots[row, chosen], chosen, top_k)
             future = [_future(texts.tokens[row], end, chosen + 2 + level) for level in range(depth)]

@@ -40,7 +40,7 @@ def chat_pieces(tokenizer: ChatTokenizer) -> ChatPieces:
     if not tokenizer.chat_template:
         raise UnsupportedError(
             "the model has no chat template, so it cannot write both sides of a conversation; give prompts of your "
-            "own with --prompts FILE (one JSON object with a 'prompt' or 'turns' a line), or set the tokenizer's chat_template"
+            "own with --prompts FILE (JSON lines with turns), or set the tokenizer's chat_template"
         )
     turns = [("user", USER), ("assistant", REPLY), ("user", NEXT)]
     text = _render(tokenizer, turns)

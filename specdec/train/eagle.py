@@ -26,7 +26,7 @@ class TestTimeTraining:
     """Step `j` weighs `decay ** j` (normalised to sum to 1 over the steps, times their number at no decay)."""
     later_share: float = 1.0
     """Part of the positions that steps 2 and later are held against; a random part costs less and stays unbiased."""
-    sharpness: float = 1.0
+    sharpness: float = 1.5
     """The head learns `softmax(sharpness · target logits)`; above 1 leans towards what greedy decoding needs."""
 
     def __post_init__(self) -> None:

@@ -128,7 +128,9 @@ class TrainingRun:
         if read_state(self.folder) is not None:  # training has begun: another text would bend its curve
             return
         pieces = chat_pieces(self.tokenizer) if prompts is None or self.tokenizer.chat_template else None
-        ends = end_of_turn_ids(pieces, self.model.generation_config.eos_token_id, self.tokenizer.all_special_ids)
+        eos = self.model.generation_config.eos_token_id
+        eos = self.tokenizer.eos_token_id if eos is None else eos
+        ends = end_of_turn_ids(pieces, eos, self.tokenizer.all_special_ids)
         per_round = config.rows_at_once * config.talk.length
         numbers = range(-(-config.tokens // per_round))
         self._progress.phase("Writing text (tokens)", len(numbers) * per_round)
@@ -162,7 +164,7 @@ class TrainingRun:
 
         rows = talk(
             step,
-            _picker(self._place.device),
+            pick_for(self._place.device),
             openings,
             pieces,
             ends,
@@ -301,7 +303,8 @@ def _copy_lm_head(head: EagleHead, model: PreTrainedModel) -> None:
         head.lm_head.weight.copy_(weight[head.target_ids.to(weight.device)])
 
 
-def _picker(device: torch.device) -> Pick:
+def pick_for(device: torch.device) -> Pick:
+    """How tokens are picked on a device."""
     if device.type != "cuda":
         return pick_tokens_torch
     from specdec.kernels.sample_rows import sample_rows  # triton exists only beside CUDA
