@@ -1,5 +1,4 @@
-"""The contract of `reference.attend`, faster: no copy of the prefix where a row's pages lie contiguously, SDPA for
-prompts."""
+"""The contract of `reference.attend`, faster: no copy of a long contiguous prefix, SDPA for everything else."""
 
 from __future__ import annotations
 
@@ -11,19 +10,21 @@ from torch import Tensor
 from specdec.attention.reference import AttentionRules, attend, read_prefix, visible
 from specdec.types import KVView, Window, decode_rows, select_scales
 
+LONGEST_COPY = 256
+"""Prefix tokens up to which copying them behind each other costs less than a second attention call and a merge."""
+
 
 def attend_paged(
     query: Float[Tensor, "b heads w dk"], view: KVView, window: Window, rules: AttentionRules
 ) -> Float[Tensor, "b w heads dv"]:
     """Attention of the window's nodes over committed tokens and their own ancestors."""
-    plain = rules.softcap is None and rules.sinks is None
-    if plain and window.is_chain and not any(view.prefix.host_lengths) and _whole(window, rules):
+    if rules.softcap is not None or rules.sinks is not None:
+        return attend(query, view, window, rules)
+    if window.is_chain and not any(view.prefix.host_lengths) and _whole(window, rules):
         return _attend_prompt(query, view, rules)
-    if plain and len(window.rows) == 1 and view.prefix.spans is not None and query.device.type == "cpu":
-        return _attend_in_place(query, view, window, rules)
-    if plain:
-        return _attend_gathered(query, view, window, rules)
-    return attend(query, view, window, rules)
+    if len(window.rows) == 1 and view.prefix.spans is not None and query.device.type == "cpu":
+        return _attend_span(query, view, window, rules)
+    return _attend_gathered(query, view, window, rules)
 
 
 def _whole(window: Window, rules: AttentionRules) -> bool:
@@ -53,6 +54,56 @@ def _attend_gathered(
     return output.transpose(1, 2)
 
 
+def _attend_span(
+    query: Float[Tensor, "1 heads w dk"], view: KVView, window: Window, rules: AttentionRules
+) -> Float[Tensor, "1 w heads dv"]:
+    """One row whose prefix is one span of slots, seen as a strided tensor.
+
+    The query heads of a KV head are further rows of one matrix product (`[1 h g·w dk]`): K and V are never repeated.
+    """
+    [start], [length] = view.prefix.spans or (0,), view.prefix.host_lengths
+    low = 0 if rules.sliding_window is None else max(0, length - rules.sliding_window + 1)
+    k_span = _span(view.k_pages, view.k_scales, start + low, length - low, query.dtype)
+    v_span = _span(view.v_pages, view.v_scales, start + low, length - low, query.dtype)
+    k, v = view.k.transpose(1, 2), view.v.transpose(1, 2)
+    heads, width, kv_heads = query.shape[1], query.shape[2], k.shape[1]
+    packed = query.reshape(1, kv_heads, -1, query.shape[3])
+    needs_mask = width > 1 or rules.sliding_window is not None
+    mask = _packed_mask(view, window, rules.sliding_window, low, heads // kv_heads) if needs_mask else None
+    if length > LONGEST_COPY and rules.sliding_window is None and k.shape[3] == v.shape[3]:
+        within = None if mask is None else mask[..., length:]
+        output = _merge(_flash(packed, k_span, v_span, None, rules), _flash(packed, k, v, within, rules))
+    else:
+        k, v = torch.cat([k_span, k], dim=2), torch.cat([v_span, v], dim=2)
+        output = F.scaled_dot_product_attention(packed, k, v, mask, scale=rules.scaling)
+    return output.reshape(1, heads, width, -1).transpose(1, 2)
+
+
+def _span(pages: Tensor, scales: Tensor | None, start: int, count: int, dtype: torch.dtype) -> Float[Tensor, "1 h t d"]:
+    """Consecutive slots of a layer: a strided view of rows stored as they are, a decoded copy of quantised ones."""
+    if scales is not None:
+        span = slice(start, start + count)
+        return decode_rows(pages.flatten(0, 1)[span], select_scales(scales, span), dtype).transpose(0, 1)[None]
+    _, _, heads, size = pages.shape
+    offset = pages.storage_offset() + start * heads * size
+    return pages.as_strided((1, heads, count, size), (0, size, heads * size, 1), offset)
+
+
+def _flash(
+    query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: AttentionRules
+) -> tuple[Float[Tensor, "1 h q d"], Float[Tensor, "1 h q"]]:
+    """Attention and the log of its softmax's denominator, from the kernel behind SDPA on a CPU."""
+    bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, k, v, attn_mask=bias, scale=rules.scaling)
+
+
+def _merge(prefix: tuple[Tensor, Tensor], window: tuple[Tensor, Tensor]) -> Float[Tensor, "1 h q d"]:
+    """One softmax over two parts, in fp32: each weighs as much as its share of the denominator."""
+    (prefix_out, prefix_log), (window_out, window_log) = prefix, window
+    share = torch.sigmoid(prefix_log - window_log)[..., None]
+    return torch.lerp(window_out.to(share.dtype), prefix_out.to(share.dtype), share).to(prefix_out.dtype)
+
+
 def _shared_mask(view: KVView, window: Window, sliding_window: int | None) -> Bool[Tensor, "b w s"]:
     """`visible`, built once per window for all layers with the same sliding window and device."""
     key = (sliding_window, view.k.device)
@@ -61,32 +112,12 @@ def _shared_mask(view: KVView, window: Window, sliding_window: int | None) -> Bo
     return window.masks[key]
 
 
-def _attend_in_place(
-    query: Float[Tensor, "1 heads w dk"], view: KVView, window: Window, rules: AttentionRules
-) -> Float[Tensor, "1 w heads dv"]:
-    """One row whose prefix is one span of slots: scores against the span and the staged rows, one softmax over both.
-
-    The query heads of a KV head are further rows of one matrix product, so that K and V are never repeated.
-    """
-    [start], [length] = view.prefix.spans or (0,), view.prefix.host_lengths
-    low = 0 if rules.sliding_window is None else max(0, length - rules.sliding_window + 1)
-    span = slice(start + low, start + length)
-    stored = ((view.k_pages, view.k_scales), (view.v_pages, view.v_scales))
-    k_span, v_span = (
-        decode_rows(pages.flatten(0, 1)[span], select_scales(scales, span), view.k.dtype).transpose(0, 1)
-        for pages, scales in stored
-    )
-    k, v = view.k[0].transpose(0, 1), view.v[0].transpose(0, 1)
-    heads, width, kv_heads = query.shape[1], query.shape[2], k.shape[0]
-    q = (query[0] * rules.scaling).reshape(kv_heads, -1, query.shape[3])
-    scores = torch.cat([torch.bmm(q, k_span.transpose(1, 2)), torch.bmm(q, k.transpose(1, 2))], dim=2)
-    if rules.sliding_window is not None:
-        hidden = ~_shared_mask(view, window, rules.sliding_window)[0, :, low:]
-        scores.view(kv_heads, -1, width, scores.shape[2]).masked_fill_(hidden, float("-inf"))
-    elif width > 1:
-        hidden = window.not_ancestors[0].to(scores.device)
-        scores.view(kv_heads, -1, width, scores.shape[2])[..., -width:].masked_fill_(hidden, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    split = span.stop - span.start
-    output = torch.bmm(weights[..., :split], v_span) + torch.bmm(weights[..., split:], v)
-    return output.view(heads, width, -1).transpose(0, 1)[None]
+def _packed_mask(
+    view: KVView, window: Window, sliding_window: int | None, low: int, groups: int
+) -> Bool[Tensor, "1 1 q s"]:
+    """The mask from prefix token `low` on, once for each query head of a group; built once per window."""
+    key = ("packed", sliding_window, groups)
+    if key not in window.masks:
+        mask = _shared_mask(view, window, sliding_window)[:, None, :, low:]
+        window.masks[key] = mask.repeat(1, 1, groups, 1)
+    return window.masks[key]
