@@ -22,10 +22,6 @@ from specdec.policies import WRITERS as NAMED_WRITERS
 WRITERS = {name: make for name, make in NAMED_WRITERS.items() if name != "off"}
 VERIFIERS = {name: make for name, make in NAMED_VERIFIERS.items() if name != "off"}
 
-WRITERS = {name: make for name, make in policies.WRITERS.items() if name != "off"}
-VERIFIERS = {name: make for name, make in policies.VERIFIERS.items() if name != "off"}
-"""By name, without the names that mean the same as another."""
-
 MakeDrafter = Callable[[list[list[int]], int], Drafter]
 """`(true continuation of each row, vocabulary size) → drafter`."""
 
