@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -9,9 +11,17 @@ from specdec.attention.reference import AttentionRules
 from specdec.errors import UnsupportedError
 from specdec.types import KVView, Window
 
+if TYPE_CHECKING:
+    from specdec.kernels.tree_attention import Tiling
+
 
 def attend_fused(
-    query: Float[Tensor, "b heads w dk"], view: KVView, window: Window, rules: AttentionRules
+    query: Float[Tensor, "b heads w dk"],
+    view: KVView,
+    window: Window,
+    rules: AttentionRules,
+    tiling: Tiling | None = None,
+    pdl: bool = False,
 ) -> Float[Tensor, "b w heads dv"]:
     """Attention of the window's nodes over committed tokens and their own ancestors; reads nothing on the host.
 
@@ -39,4 +49,6 @@ def attend_fused(
         rules.sinks,
         view.k_scales,
         view.v_scales,
+        tiling,
+        pdl,
     )

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from specdec.bench.kernels import SHAPES, Shape, copy_bandwidth
+from specdec.bench.kernels import SHAPES, Shape, best_tilings, copy_bandwidth
 from specdec.bench.provenance import provenance
 from specdec.graphs.decoder import GraphConfig, GraphDecoder
 from specdec.graphs.drafts import SyntheticDrafts
+from specdec.graphs.fused_target import FusedTarget
 from specdec.hf.fused import fused_target
 from specdec.hf.shapes import random_llama
 from specdec.hf.target import HFTarget
@@ -35,12 +36,12 @@ from specdec.types import Window
 CONTEXT = 1024
 
 
-def make_model(shape: Shape) -> PreTrainedModel:
-    """The shape with random bf16 weights."""
+def make_model(shape: Shape, layers: int | None = None) -> PreTrainedModel:
+    """The shape with random bf16 weights, all layers or some."""
     return random_llama(
         hidden=shape.hidden,
         inner=shape.inner,
-        layers=shape.layers,
+        layers=layers or shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_size=shape.head_size,
@@ -56,8 +57,10 @@ def bytes_read(model: PreTrainedModel, shape: Shape, batch: int) -> int:
     return weights + batch * CONTEXT * shape.layers * shape.kv_heads * shape.head_size * 4
 
 
-def wrong_drafts(batch: int, width: int, vocab: int) -> SyntheticDrafts:
-    """Drafts of which practically none is accepted, so that every step costs the same."""
+def wrong_drafts(batch: int, width: int, vocab: int) -> SyntheticDrafts | None:
+    """Drafts of which practically none is accepted, so that every step costs the same; None for plain decoding."""
+    if width == 1:
+        return None
     drafts = torch.randint(vocab, (batch, 1024), device="cuda")
     return SyntheticDrafts(drafts, torch.zeros_like(drafts), width, vocab)
 
@@ -168,30 +171,72 @@ def fused_error(model: PreTrainedModel, target: Target) -> float:
     return float((logits[0] - logits[1]).norm() / logits[0].norm())
 
 
+def text_of(model: PreTrainedModel, target: Target, shape: Shape, width: int) -> list[list[int]]:
+    """Some greedy tokens, to compare targets that should compute the same."""
+    ids = torch.arange(300, device="cuda")[None] * 7919 % shape.vocab
+    decoder = GraphDecoder(target, HFTarget(model), wrong_drafts(1, width, shape.vocab), GraphConfig())
+    sampler = Sampler(ids)
+    for _ in decoder.stream(ids, sampler=sampler, max_length=300 + 48):
+        pass
+    return sampler.emitted
+
+
+def warm(shapes: list[Shape], widths: list[int], measured: dict[str, Any]) -> None:
+    """Compile the kernels of some steps: those of one layer are those of all."""
+    for shape in shapes:
+        model = make_model(shape, layers=1)
+        tilings = best_tilings(measured, shape.name)
+        plain = fused_target(model, tilings=tilings)
+        for width in widths:
+            for target in (FusedTarget(plain.weights, tilings, pdl=True), plain):
+                text_of(model, target, shape, width)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="file for the figures (JSON), rewritten after every figure")
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--widths", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--tilings", type=Path, help="figures of specdec.bench.kernels, for the fastest tilings")
+    parser.add_argument("--warm", action="store_true", help="only compile what the figures need, with and without PDL")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    measured = json.loads(arguments.tilings.read_text()) if arguments.tilings else {"figures": []}
+    if arguments.warm:
+        warm([s for s in SHAPES if s.name in arguments.shapes], arguments.widths, measured)
+        return
     bandwidth = copy_bandwidth()
     figures: list[dict[str, Any]] = []
     report = {"provenance": provenance(torch.device("cuda")), "copy_bytes_per_s": bandwidth, "figures": figures}
+
+    def note(**figure: Any) -> None:
+        figures.append(figure)
+        arguments.out.write_text(json.dumps(report))
+        print(json.dumps({name: value for name, value in figure.items() if name != "largest"}), flush=True)
+
     for shape in (s for s in SHAPES if s.name in arguments.shapes):
         model = make_model(shape)
-        fused = fused_target(model)
-        floor = bytes_read(model, shape, 1) / bandwidth * 1e3
-        figures.append({"model": shape.name, "floor_ms": floor, "fused_error": fused_error(model, fused)})
-        if shape is SHAPES[0]:
-            figures.append({"model": shape.name, "generation": generation_figures(model, fused, shape, 1)})
+        tilings = best_tilings(measured, shape.name)
+        plain = fused_target(model, tilings=tilings)
+        fused = FusedTarget(plain.weights, tilings, pdl=True)
+        same = [text_of(model, plain, shape, w) == text_of(model, fused, shape, w) for w in (1, 32)]
+        note(
+            model=shape.name,
+            floor_ms=bytes_read(model, shape, 1) / bandwidth * 1e3,
+            fused_error=fused_error(model, plain),
+            pdl_same_text=same,
+        )
         for width in arguments.widths:
-            for name, target in (("own layers", HFTarget(model, "fused")), ("fused", fused)):
-                if name == "fused" or shape is SHAPES[0]:
-                    found = step_figures(model, target, shape, 1, width)
-                    figures.append({"model": shape.name, "layers": name, "width": width, **found})
-                    arguments.out.write_text(json.dumps(report, indent=1))
-        del model, fused, target
+            note(model=shape.name, layers="fused, pdl", width=width, **step_figures(model, fused, shape, 1, width))
+            if width in (1, 32):
+                note(model=shape.name, layers="fused", width=width, **step_figures(model, plain, shape, 1, width))
+        if shape is SHAPES[0]:
+            note(model=shape.name, layers="fused, pdl", generation=generation_figures(model, fused, shape, 1))
+            own = HFTarget(model, "fused")
+            note(model=shape.name, layers="own", width=1, **step_figures(model, own, shape, 1, 1))
+            note(model=shape.name, layers="fused, pdl", batch=8, width=1, **step_figures(model, fused, shape, 8, 1))
+            note(model=shape.name, layers="fused, pdl", batch=8, generation=generation_figures(model, fused, shape, 8))
+        del model, fused, plain
         torch.cuda.empty_cache()
 
 

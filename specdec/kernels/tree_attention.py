@@ -1,7 +1,7 @@
 """Attention of a window's nodes over committed pages and staged rows, split over programs and merged by log-sum-exp.
 
-Split-KV decoding after Dao et al. 2023 ("Flash-Decoding"); the tree mask (Miao et al. 2023, arXiv:2305.09781, section 4.2)
-is one 64-bit integer per node.  Lengths are read on the device, so that one CUDA graph serves every context.
+Split-KV decoding after Dao et al. 2023 ("Flash-Decoding"); the tree mask (Miao et al. 2023, arXiv:2305.09781, section
+4.2) is one 64-bit integer per node.  Lengths are read on the device, so that one CUDA graph serves every context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+from specdec.kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -77,8 +77,11 @@ def _attend_split(
     CAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
     CHAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program `(tile, row · KV_HEADS + kv_head, split)`; the last split is the window, the others share the prefix."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     tile = tl.program_id(0)
     row = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS
@@ -181,8 +184,11 @@ def _merge_splits(
     DV_PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program `(row · HEADS + head) · width + node` adds up its splits; a sink is one more summand without a value."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
     node = program % width
     head = (program // width) % HEADS
@@ -257,10 +263,12 @@ def tree_attention(
     k_scales: Float[Tensor, "pages size h"] | None = None,
     v_scales: Float[Tensor, "pages size h"] | None = None,
     tiling: Tiling | None = None,
+    pdl: bool = False,
 ) -> Float[Tensor, "b w heads dv"]:
     """Softmax attention of each node over the committed prefix and its ancestors; never reads an uncommitted slot.
 
     `ancestor_bits` None means chains, of any width; trees have at most 64 nodes.  Nothing is read on the host.
+    With `pdl` both kernels start while the one in front of them ends.
     """
     rows, heads, width, size_k = query.shape
     kv_heads, size_v = k_pages.shape[2], v_pages.shape[3]
@@ -314,6 +322,7 @@ def tree_attention(
         CHAIN=ancestor_bits is None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **launch_options(pdl),
     )
     _merge_splits[(rows * heads * width,)](
         partial,
@@ -327,6 +336,7 @@ def tree_attention(
         PARTS=parts,
         SINKS=sinks is not None,
         num_warps=1 if parts * padded_v <= 1024 else 4,
+        **launch_options(pdl),
     )
     return out
 

@@ -13,12 +13,15 @@ from specdec.kernels.acceptance import NoiseRing, pick_tiles, picks_naive, walk,
 from specdec.kernels.commit import CommitTable, commit_rows, commit_rows_naive
 from specdec.kernels.skinny_linear import (
     Rotation,
+    add_product,
+    add_product_naive,
     gate,
     gate_naive,
-    linear,
-    linear_naive,
+    normed_product,
+    normed_product_naive,
     project_heads,
     project_heads_naive,
+    stream_naive,
 )
 from specdec.kernels.tree_attention import tree_attention, tree_attention_naive
 
@@ -123,30 +126,36 @@ def test_walks(width):
     assert width == 1 or len(set(found.num_kept.tolist())) > 1
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32, 100])
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 32, 100])
 @pytest.mark.parametrize(
     ("hidden", "inner", "heads", "kv_heads", "half"), [(576, 1536, 9, 3, 32), (1024, 2816, 8, 2, 64)]
 )
-def test_skinny_products(rows, hidden, inner, heads, kv_heads, half):
+def test_skinny_products(rows, pdl, hidden, inner, heads, kv_heads, half):
     x, norm = draw(rows, hidden) * 3, draw(hidden, seed=1)
+    stream, exact = stream_naive(x, norm), stream_naive(x.double(), norm.double())
     weights = tuple(draw(h * 2 * half, hidden, seed=i) * 0.05 for i, h in enumerate((heads, kv_heads, kv_heads)))
     angles = torch.arange(64.0, device="cuda")[:, None] * torch.linspace(1, 0.01, half, device="cuda")
     rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
     positions = torch.arange(rows, device="cuda") % 64
-    up, down = draw(inner, hidden, seed=7) * 0.05, draw(hidden, inner, seed=8) * 0.05
-    act = draw(rows, inner, seed=9)
+    gate_weight, up = (draw(inner, hidden, seed=seed) * 0.05 for seed in (6, 7))
+    down, act = draw(hidden, inner, seed=8) * 0.05, draw(rows, inner, seed=9)
 
     def double(*tensors):
         return tuple(tensor.double() for tensor in tensors)
 
     exact_rotation = Rotation(*double(rotation.cos, rotation.sin))
-    exact = project_heads_naive(*double(x, norm), 1e-5, double(*weights), None, exact_rotation, positions)
-    for found, expected in zip(project_heads(x, norm, 1e-5, weights, None, rotation, positions), exact, strict=True):
+    references = project_heads_naive(exact, 1e-5, double(*weights), None, exact_rotation, positions)
+    for found, expected in zip(
+        project_heads(stream, 1e-5, weights, None, rotation, positions, pdl=pdl), references, strict=True
+    ):
         assert relative_error(found, expected) < 1e-2
-    gate_weight = draw(inner, hidden, seed=6) * 0.05
-    found = gate(x, norm, 1e-5, gate_weight, up)
-    assert relative_error(found, gate_naive(*double(x, norm), 1e-5, *double(gate_weight, up))) < 1e-2
-    found = linear(act, down, residual=x)
-    assert relative_error(found, linear_naive(*double(act, down), residual=x.double())) < 1e-2
-    found = linear(x, up, norm=norm, eps=1e-5)
-    assert relative_error(found, linear_naive(*double(x, up), norm=norm.double(), eps=1e-5)) < 1e-2
+    found = gate(stream, 1e-5, gate_weight, up, pdl=pdl)
+    assert relative_error(found, gate_naive(exact, 1e-5, *double(gate_weight, up))) < 1e-2
+    found = add_product(act, down, stream, norm, pdl=pdl)
+    expected = add_product_naive(*double(act, down), exact, norm.double())
+    assert relative_error(found.x, expected.x) < 1e-2
+    assert relative_error(found.scaled, expected.scaled) < 1e-2
+    assert relative_error(found.squares.sum(1), expected.squares.sum(1)) < 1e-2
+    found = normed_product(stream, 1e-5, up, pdl=pdl)
+    assert relative_error(found, normed_product_naive(exact, 1e-5, up.double())) < 1e-2
