@@ -50,7 +50,7 @@ def bench_command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling, and of the bootstrap.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of every question; every other one in reverse order.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every question; every other pass in reverse order.")] = 2,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the checkpoint says.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda:0, ...; auto: the first GPU where there is one.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.  Default: what torch takes.")] = None,

@@ -37,7 +37,7 @@ class BenchConfig:
     """Most turns of a question.  Later ones follow the reference's answers, for every system, and are left out where
     the model has no room for them."""
     repeats: int = 2
-    """Runs of every prompt by every system; every other one goes through the systems backwards."""
+    """Runs of every prompt by every system; every other pass, over all prompts, goes through the systems backwards."""
     warmup_tokens: int = 16
     """Tokens that every system decodes of the first prompt before anything is measured."""
 
@@ -139,6 +139,7 @@ def measure(
             )
     arguments = {"max_new_tokens": config.max_new_tokens, "pad_token_id": pad_token(model), **config.picking}
     warm_up(systems, as_batch(openings[0], model), config, arguments)
+    num_passes = 0
     for question in questions:
         answers: list[str] = []
         for turn in range(min(config.max_turns, len(question.turns))):
@@ -146,7 +147,8 @@ def measure(
             if len(ids) + config.max_new_tokens > positions(model):
                 break
             prompt = as_batch(ids, model)
-            traces = interleave(systems, prompt, config, arguments, on_run)
+            traces = interleave(systems, prompt, config, arguments, on_run, num_passes)
+            num_passes += config.repeats
             reference = traces[HF][0].tokens
             for name, runs in traces.items():
                 yield summarise(model, question, turn, name, prompt, runs, reference)
@@ -172,11 +174,12 @@ def interleave(
     config: BenchConfig,
     arguments: dict[str, Any],
     on_run: OnRun = lambda system: None,
+    num_passes: int = 0,
 ) -> dict[str, list[Trace]]:
-    """Decode one prompt by all systems, `repeats` times, every other time in reverse order."""
+    """Decode one prompt by all systems, `repeats` times; every other of all passes, `num_passes` before, is reversed."""
     traces: dict[str, list[Trace]] = {system.name: [] for system in systems}
-    for repeat in range(config.repeats):
-        for system in systems if repeat % 2 == 0 else list(reversed(systems)):
+    for number in range(num_passes, num_passes + config.repeats):
+        for system in systems if number % 2 == 0 else list(reversed(systems)):
             traces[system.name].append(system.decode(prompt, config.seed, arguments))
             on_run(system.name)
     return traces

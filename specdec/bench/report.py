@@ -21,6 +21,9 @@ LARGE_GAP = 1.0
 SHOWN_DEPTHS = 8
 """Positions in the table of acceptance; the JSON has all."""
 
+SHOWN_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Largest windows of the bins in the table of widths; the JSON has every width by itself."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -268,9 +271,13 @@ def _cost_rows(report: Report, group: Group) -> Iterable[list[str]]:
 def _width_rows(report: Report, group: Group) -> Iterable[list[str]]:
     for system in report.systems:
         stats, cost = group.stats(system), step_cost(group, system)
-        for nodes, spent in sorted(stats.target_by_width.items()) if stats else ():
-            relative = spent.mean_ms / cost.plain if cost else None
-            yield [system, str(nodes), str(spent.count), number(spent.mean_ms, 2), number(relative, 2)]
+        for low, high in zip((1, *(w + 1 for w in SHOWN_WIDTHS)), SHOWN_WIDTHS, strict=False):
+            spent = [c for width, c in stats.target_by_width.items() if low <= width <= high] if stats else []
+            if spent:
+                count = sum(c.count for c in spent)
+                mean = sum(c.total_ms for c in spent) / count
+                nodes = str(low) if low == high else f"{low} to {high}"
+                yield [system, nodes, str(count), number(mean, 2), number(mean / cost.plain if cost else None, 2)]
 
 
 def _divergences(report: Report) -> list[str]:

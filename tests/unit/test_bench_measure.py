@@ -69,11 +69,20 @@ def test_every_system_runs_forwards_and_backwards_after_a_warm_up(model: PreTrai
     assert [(m.question_id, m.system) for m in found] == [(q, s) for q in (1, 2) for s in ("hf", "b", "c")]
 
 
-def test_no_warm_up_and_one_run_where_asked_for(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize(("repeats", "order"), [(1, "fb"), (3, "fbfbfb")])
+def test_passes_alternate_over_prompts_too(model: PreTrainedModel, repeats: int, order: str) -> None:
     log: list[str] = []
-    config = BenchConfig(repeats=1, warmup_tokens=0)
+    config = BenchConfig(repeats=repeats, warmup_tokens=0)
     list(measure(model, byte_tokenizer(), QUESTIONS, [Scripted("hf", log), Scripted("b", log)], config))
-    assert log == ["hf", "b"] * 2
+    directions = {"f": ["hf", "b"], "b": ["b", "hf"]}
+    assert log == [name for direction in order for name in directions[direction]]
+
+
+def test_no_warm_up_where_not_asked_for(model: PreTrainedModel) -> None:
+    log: list[str] = []
+    config = BenchConfig(warmup_tokens=0)
+    list(measure(model, byte_tokenizer(), QUESTIONS, [Scripted("hf", log)], config))
+    assert log == ["hf"] * 4
 
 
 def test_times_and_differences_are_kept(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_the_files_say_the_same(tmp_path: Path) -> None:
     for title in ("## Speed", "## Acceptance by position", "## Cost of a step"):
         assert title in page
     assert page.rstrip().endswith("None.")
+
+
+def test_windows_are_binned_by_width() -> None:
+    widths = {1: PhaseCost(2, 20.0), 3: PhaseCost(1, 11.0), 4: PhaseCost(3, 37.0), 5: PhaseCost(1, 9.0)}
+    plain = stats(10, 10, target=10.0)
+    found = [
+        measured(1, "a", "hf", 1.0),
+        measured(1, "a", "none", 1.0, stats=plain),
+        measured(1, "a", "suffix", 1.0, stats=dataclasses.replace(plain, target_by_width=widths)),
+    ]
+    page = as_markdown(Report({"dtype": "float32"}, BenchConfig(), provenance(torch.device("cpu")), tuple(found)))
+    section = page.partition("## Target forward")[2].partition("## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in section.splitlines() if "| suffix" in line]
+    expected = [["1", "2", "10.00", "1.00"], ["3 to 4", "4", "12.00", "1.20"], ["5 to 8", "1", "9.00", "0.90"]]
+    assert rows == expected
 
 
 def test_losses_are_shown() -> None:
