@@ -176,7 +176,7 @@ def interleave(
     on_run: OnRun = lambda system: None,
     num_passes: int = 0,
 ) -> dict[str, list[Trace]]:
-    """Decode one prompt by all systems, `repeats` times; every other of all passes, `num_passes` before, is reversed."""
+    """Decode one prompt by all systems, `repeats` times; odd passes, counted from `num_passes`, go backwards."""
     traces: dict[str, list[Trace]] = {system.name: [] for system in systems}
     for number in range(num_passes, num_passes + config.repeats):
         for system in systems if number % 2 == 0 else list(reversed(systems)):
