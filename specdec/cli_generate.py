@@ -20,7 +20,7 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 import specdec
 from specdec.cli_terminal import TextOutput
 from specdec.errors import ConfigError
-from specdec.hf.drafters import make_drafter
+from specdec.hf.drafters import NAMES, make_drafter
 from specdec.hf.models import DEFAULT_CACHE, DEFAULT_MODEL, load_model
 from specdec.hf.progress import LoadingProgress
 from specdec.policies import VERIFIERS, WRITERS
@@ -36,8 +36,12 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     model: Annotated[str, typer.Option(help="Hub id, model folder or .gguf file.")] = DEFAULT_MODEL,
     drafter: Annotated[
-        str, typer.Option(help="none, ngram, suffix, assistant:ID, eagle:PATH, eagle+suffix, eagle:PATH+suffix.")
-    ] = "suffix",
+        str | None,
+        typer.Option(
+            help=f"{', '.join(NAMES)}.  Default: the head that ships for the default model, else suffix.",
+            show_default=False,
+        ),
+    ] = None,
     writer: Annotated[str, typer.Option(help=f"{', '.join(WRITERS)} (SPECDEC_KV_WRITER).")] = "deferred",
     verifier: Annotated[str, typer.Option(help=f"{', '.join(VERIFIERS)}.")] = "eager",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
@@ -70,6 +74,7 @@ def generate(
     with LoadingProgress() as progress:
         target, tokenizer = load_model(model, dtype, device, cache_dir, on_progress=progress)
         inputs = encode(tokenizer, text, chat).to(target.device)
+        drafter = drafter or ("eagle" if model == DEFAULT_MODEL else "suffix")
         job = Job(
             target,
             inputs,

@@ -199,24 +199,16 @@ def test_first_difference(ours: list[int], theirs: list[int], index: int | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_the_real_model_answers_as_generate_does(capsys: pytest.CaptureFixture[str], smollm2, drafter: str) -> None:
-    words = [
-        "generate",
-        "--compare",
-        "--json",
-        "--dtype",
-        "fp32",
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "48",
-        "--drafter",
-        drafter,
-    ]
-    assert cli.run([*words, "Repeat after me: one two three, one two three, one two three."], {}) == 0
+@pytest.mark.parametrize(("options", "drafter"), [([], "eagle"), (["--drafter", "suffix"], "suffix")])
+def test_the_real_model_answers_as_generate_does(
+    capsys: pytest.CaptureFixture[str], smollm2, options: list[str], drafter: str
+) -> None:
+    words = ["generate", "--compare", "--json", "--dtype", "fp32", "--device", "cpu", "--max-new-tokens", "32"]
+    assert cli.run([*words, *options, "Repeat after me: one two three, one two three, one two three."], {}) == 0
     result = as_json(capsys)
+    assert result["drafter"] == drafter
     assert result["compare"]["identical"] is True
+    assert result["stats"]["accepted"] > 0
     assert "one two three" in result["text"].lower()
 
 
@@ -308,7 +300,10 @@ def test_info_prints_a_table_and_names_rope_that_no_graph_can_hold(
         (["generate", "x", "--prompt-file", "y"], "give one prompt"),
         (["generate", "--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read"),
         (["generate", "  \n"], "the prompt is empty"),
-        (["generate", "x", "--nonsense"], "No such option: --nonsense (Possible options: --seed); see specdec generate --help"),
+        (
+            ["generate", "x", "--nonsense"],
+            "No such option: --nonsense (Possible options: --seed); see specdec generate --help",
+        ),
         (["generate", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
         (["generate", "x", "--top-p", "0.9"], "--top-p 0.9 has no effect on greedy decoding"),
         (["generate", "x", "--dtype", "int3"], "dtype='int3' is not known; accepted: auto, bf16, fp16, fp32"),
