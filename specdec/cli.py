@@ -16,15 +16,19 @@ from rich.markup import escape
 from typer.exceptions import TyperException
 
 from specdec.bench.command import bench_command
+from specdec.bench.eval import eval_command
 from specdec.cli_generate import generate
 from specdec.cli_info import info
 from specdec.errors import SpecdecError, choose
 from specdec.policies import WRITERS
+from specdec.train.command import train_command
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "info": info,
     "bench": bench_command,
+    "train": train_command,
+    "eval": eval_command,
 }
 
 FAILED = 2

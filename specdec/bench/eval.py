@@ -28,6 +28,7 @@ from specdec.hf.checkpoints import load_head
 from specdec.hf.eagle import eagle_drafter, lendable_weights, shipped_head, target_shape
 from specdec.hf.generate import generate
 from specdec.hf.models import DEFAULT_CACHE, DEFAULT_MODEL, load_model
+from specdec.hf.progress import LoadingProgress
 from specdec.hf.teacher import TeacherModel
 from specdec.train.acceptance import Tau
 from specdec.train.pipeline import pick_for
@@ -79,7 +80,8 @@ def eval_command(
     if threads is not None:
         torch.set_num_threads(threads)
     questions = read_questions(prompts, limit)
-    target, tokenizer = load_model(model, dtype, device, cache_dir)
+    with LoadingProgress() as loading:
+        target, tokenizer = load_model(model, dtype, device, cache_dir, on_progress=loading)
     folder = shipped_head(target) if head == SHIPPED else head
     weights = load_head(folder, target_shape(target), dtype=target.dtype, device=target.device)
     weights.borrow(*lendable_weights(target))

@@ -25,6 +25,7 @@ from specdec.hf.checkpoint_export import Verifier
 from specdec.hf.checkpoints import save_head
 from specdec.hf.initial_head import HeadShape
 from specdec.hf.models import DEFAULT_CACHE, DEFAULT_MODEL, load_model
+from specdec.hf.progress import LoadingProgress
 from specdec.hf.target import HFTarget
 from specdec.hf.teacher import TeacherModel
 from specdec.hf.tiny import tiny_model
@@ -84,7 +85,8 @@ def train_command(
         target, tokenizer = tiny_model()
         model, config = "the tiny model", tiny_config(seed, minutes)
     else:
-        target, tokenizer = load_model(model, dtype, device, cache_dir)
+        with LoadingProgress() as loading:
+            target, tokenizer = load_model(model, dtype, device, cache_dir, on_progress=loading)
         if dtype == "auto" and target.device.type == "cuda":
             target.to(torch.bfloat16)  # type: ignore[arg-type]
         config = TrainConfig(
