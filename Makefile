@@ -1,6 +1,6 @@
 # The same commands as in README.md and .ci/run.
 
-.PHONY: demo test lint docs
+.PHONY: demo test lint docs interop
 
 demo:
 	pip install -c constraints.txt . && specdec generate "Write a short story about a lighthouse keeper."
@@ -17,3 +17,6 @@ lint:
 docs:
 	pip install -c constraints.txt '.[docs]'
 	mkdocs build --strict
+
+interop:
+	sh tests/interop/check_speculators.sh
