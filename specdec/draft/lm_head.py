@@ -25,6 +25,11 @@ def plain_lm_head(weight: Float[Tensor, "n d"]) -> LmHead:
     return lambda hidden: F.linear(hidden.to(weight.dtype), weight)
 
 
+def has_int8(device: torch.device) -> bool:
+    """Whether `Int8LmHead` runs on a device."""
+    return device.type == "cpu" and "onednn" in torch.backends.quantized.supported_engines
+
+
 @final
 class Int8LmHead:
     """Weights rounded to int8 (a scale per token); hidden states are rounded as they come (one scale).
@@ -34,7 +39,7 @@ class Int8LmHead:
 
     def __init__(self, weight: Float[Tensor, "n d"]) -> None:
         engines = torch.backends.quantized.supported_engines
-        if weight.device.type != "cpu" or "onednn" not in engines:
+        if not has_int8(weight.device):
             raise UnsupportedError(
                 f"int8_lm_head=True on {weight.device} with the engines {', '.join(engines)}; accepted: CPU, onednn"
             )

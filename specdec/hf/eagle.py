@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.draft.eagle import EagleDraftConfig, EagleDrafter
 from specdec.draft.eagle_head import EagleHead
+from specdec.draft.lm_head import has_int8
 from specdec.errors import CheckpointError, ConfigError, UnsupportedError
 from specdec.hf.checkpoint_formats import TargetShape
 from specdec.hf.checkpoints import load_head
@@ -18,6 +21,8 @@ from specdec.kv.pages import PagedKVCache
 from specdec.target import LayerShape
 
 PAGE_SIZE = 16
+CPU_SHAPE = {"width": 1, "depth": 4, "nodes": 4}
+"""Drafts on a CPU unless asked otherwise: there each verified node costs time, so short chains pay best."""
 SHIPPED_HEADS = "heads"
 """Folder of the package with the heads that come with it, one folder each."""
 
@@ -27,15 +32,25 @@ def load_eagle_drafter(path: str | Path | None, model: PreTrainedModel, **option
 
     Args:
         path: a directory or Hub repository with a head in any EAGLE format; None takes the one shipped for the model.
-        options: values of `EagleDraftConfig`.
+        options: values of `EagleDraftConfig`.  On a CPU, drafts are short chains where neither `width`, `depth` nor
+            `nodes` is given, and `lm_head` is rounded to int8 where `int8_lm_head` is not given.
 
     Raises `CheckpointError` where the head does not fit the model, `ConfigError` for bad options and where none ships.
     """
-    config = EagleDraftConfig.of(**options)
+    config = EagleDraftConfig.of(**defaults_for(model.device, options), **options)
     if path is None:
         path = shipped_head(model)
     head = load_head(path, target_shape(model), dtype=model.dtype, device=model.device)
     return eagle_drafter(head, model, config)
+
+
+def defaults_for(device: torch.device, options: Mapping[str, object]) -> dict[str, Any]:
+    """Options that suit a device and that were not given."""
+    if device.type != "cpu":
+        return {}
+    shape = {} if CPU_SHAPE.keys() & options.keys() else CPU_SHAPE
+    rounded = {} if "int8_lm_head" in options else {"int8_lm_head": has_int8(device)}
+    return {**shape, **rounded}
 
 
 def eagle_drafter(head: EagleHead, model: PreTrainedModel, config: EagleDraftConfig | None = None) -> EagleDrafter:
