@@ -20,6 +20,7 @@ from specdec.draft.none import NoDrafter
 from specdec.errors import ConfigError
 from specdec.kv.deferred import DeferredWriter
 from specdec.kv.pages import PagedKVCache
+from specdec.kv.prefix import PrefixCache
 from specdec.kv.writer import KVWriter
 from specdec.sampling import Sampler
 from specdec.target import Target
@@ -41,17 +42,20 @@ class SpeculativeDecoder:
         writer: Callable[[PagedKVCache], KVWriter] = DeferredWriter,
         verifier: Verifier | None = None,
         config: SpecConfig | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         """Args:
         drafter: None decodes plainly.
         writer: makes the `KVWriter` of a generation from its cache (a writer class will do).
         verifier: None takes the eager reference.
+        prefixes: keeps pages of earlier texts, which prompts that begin alike need not run again; of one model only.
         """
         self.target = target
         self.drafter = drafter or NoDrafter()
         self.make_writer = writer
         self.verifier = verifier or EagerVerifier()
         self.config = config or SpecConfig()
+        self.prefixes = prefixes
 
     def step(self, run: Run) -> StepRecord:
         """Advance every active row by at least one token; on any exception the cache is as before the step."""
@@ -123,11 +127,14 @@ class SpeculativeDecoder:
         writer = self.make_writer(cache)
         run = Run(cache, writer, self.drafter, sampler, prompts, [room] * len(prompts), self.target.device)
         try:
-            self.drafter.begin(tuple(prompts), longest + room)
+            ready = self.drafter.begin(tuple(prompts), longest + room)
+            if self.prefixes is not None:
+                load_prefixes(run, self.prefixes, ready)
             self.prefill(run)
         except BaseException:
             run.close()
             raise
+        run.prefixes = self.prefixes
         return run
 
     def prefill(self, run: Run) -> None:
@@ -138,10 +145,14 @@ class SpeculativeDecoder:
             run.cache.add_row()
         for row, tokens in enumerate(run.tokens):
             first_with.setdefault(tuple(tokens), row)
-        for rows, start in prefill_chunks(run, sorted(first_with.values()), self.config.prefill_chunk):
-            pieces = [run.tokens[row][start:-1][: self.config.prefill_chunk] for row in rows]
-            window = Window.chain(pieces, rows, run.lengths(rows), self.target.device)
-            followers = [run.tokens[row][start + len(piece)] for row, piece in zip(rows, pieces, strict=True)]
+        while rows := tuple(row for row in sorted(first_with.values()) if run.num_unfilled(row) > 0):
+            lengths = run.lengths(rows)
+            starts = list(zip(rows, lengths, strict=True))
+            pieces = [run.tokens[row][start:-1][: self.config.prefill_chunk] for row, start in starts]
+            window = Window.chain(pieces, rows, lengths, self.target.device)
+            followers = [
+                run.tokens[row][start + len(piece)] for (row, start), piece in zip(starts, pieces, strict=True)
+            ]
             verdict = Verdict.keep_all(window, torch.tensor(followers, device=self.target.device))
             try:
                 run.writer.begin(window)
@@ -173,6 +184,12 @@ class Run:
     """Tokens that each row may still emit."""
     device: torch.device
     num_steps: int = field(default=0)
+    prefixes: PrefixCache | None = None
+    """Where the pages go when the run is closed after all has gone well."""
+
+    def num_unfilled(self, row: int) -> int:
+        """Tokens of a row that have yet to be committed before the last one can be its root."""
+        return len(self.tokens[row]) - 1 - self.cache.length(row)
 
     def lengths(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Committed tokens of some rows."""
@@ -223,6 +240,10 @@ class Run:
     def close(self) -> None:
         """Give all pages back and let the drafter forget the batch; may be called again."""
         self.writer.abort()
+        prefixes, self.prefixes = self.prefixes, None
+        if prefixes is not None:
+            for row, tokens in enumerate(self.tokens):
+                prefixes.keep(self.cache, row, tokens)
         self.cache.free_all()
         self.cache.check()
         self.drafter.end()
@@ -230,8 +251,26 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and kind is not GeneratorExit:
+            # What a failed run computed is not passed on: it may hold NaN.
+            self.prefixes = None
         self.close()
+
+
+def load_prefixes(run: Run, prefixes: PrefixCache, ready: Sequence[int] | None) -> None:
+    """Fill the run's rows with kept pages; where the drafter needs features, no further than it is `ready` for, and
+    never so far that it sees none."""
+    seen: set[tuple[int, ...]] = set()
+    for row, tokens in enumerate(run.tokens):
+        run.cache.add_row()
+        limit = len(tokens) - 1
+        if run.drafter.taps:
+            limit = min(limit - 1, 0 if ready is None else ready[row])
+        # Rows with equal prompts share the pages of the first.
+        if tuple(tokens) not in seen:
+            prefixes.load(run.cache, row, tokens, max(0, limit))
+        seen.add(tuple(tokens))
 
 
 def check_draft(draft: Draft, context: DraftContext, vocab_size: int) -> None:
@@ -281,10 +320,3 @@ def unpadded_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[l
             )
     masked = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
     return [[token for token, visible in zip(ids, mask, strict=True) if visible] for ids, mask in masked]
-
-
-def prefill_chunks(run: Run, rows: Sequence[int], chunk: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Rows that still have prompt tokens to prefill, and where their chunk starts, until there are none."""
-    longest = max(len(run.tokens[row]) - 1 for row in rows)
-    for start in range(0, longest, chunk):
-        yield tuple(row for row in rows if len(run.tokens[row]) - 1 > start), start

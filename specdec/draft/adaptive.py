@@ -33,34 +33,34 @@ class AdaptiveDrafter(Drafter):
         controller: None takes a `CostModelController`; it keeps what it has learnt from one generation to the next.
         """
         self.controller = controller or CostModelController()
-        self._drafter = drafter
+        self.inner = drafter
         self._clock = clock
         self._proposed: tuple[float, list[int]] | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self._drafter.taps
+        return self.inner.taps
 
-    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> None:
+    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> Sequence[int] | None:
         self._proposed = None
-        self._drafter.begin(prompts, max_length)
+        return self.inner.begin(prompts, max_length)
 
     def fork(self, source: int, copies: tuple[int, ...]) -> None:
-        self._drafter.fork(source, copies)
+        self.inner.fork(source, copies)
 
     def propose(self, context: DraftContext) -> Draft:
         start = self._clock()
         budget = self.controller.choose(len(context.rows))
         wanted = tuple(min(budget, most) for most in context.max_nodes)
         if any(wanted):
-            draft = self._drafter.propose(replace(context, max_nodes=wanted))
+            draft = self.inner.propose(replace(context, max_nodes=wanted))
         else:
             draft = Draft.empty(len(context.rows), context.roots.device)
         self._proposed = start, draft.lengths.tolist()
         return replace(draft, notes={**draft.notes, "budget": str(budget)})
 
     def observe(self, window: Window, features: tuple[Float[Tensor, "b w d"], ...], verdict: Verdict) -> None:
-        self._drafter.observe(window, features, verdict)
+        self.inner.observe(window, features, verdict)
         if self._proposed is None:
             return
         (start, drafted), self._proposed = self._proposed, None
@@ -70,4 +70,4 @@ class AdaptiveDrafter(Drafter):
 
     def end(self) -> None:
         self._proposed = None
-        self._drafter.end()
+        self.inner.end()

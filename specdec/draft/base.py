@@ -50,8 +50,12 @@ class Drafter(ABC):
         after the final norm (what `lm_head` reads); empty for drafters that look at tokens only."""
 
     @abstractmethod
-    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> None:
-        """Get ready for a batch: one unpadded prompt per batch row; no row grows beyond `max_length` tokens."""
+    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> Sequence[int] | None:
+        """Get ready for a batch: one unpadded prompt per batch row; no row grows beyond `max_length` tokens.
+
+        Returns how many of each prompt's first tokens need not be observed, because the drafter has kept what it needs
+        of them; None: as many as one likes where it has no taps, and none where it has.
+        """
 
     @abstractmethod
     def fork(self, source: int, copies: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.config import build_config, require_int
 from specdec.draft.base import DraftContext, Drafter
-from specdec.draft.eagle_cache import DraftPages, Prefix, append, attend
+from specdec.draft.eagle_cache import DraftPages, DraftPrefixes, Prefix, append, attend
 from specdec.draft.eagle_head import EagleHead
 from specdec.draft.eagle_tree import CandidatePool, Frontier
 from specdec.draft.lm_head import Int8LmHead, LmHead, best_of, narrowed, plain_lm_head
@@ -82,6 +82,8 @@ class Row:
     last_inputs: Float[Tensor, " d2"] | None = None
     """What the layer reads of the last verified pair, which starts the next draft; None before there is a pair."""
     last_residual: Float[Tensor, " d"] | None = None
+    tokens: list[int] = field(default_factory=list)
+    """The row's text as far as it was observed: one token more than there are pairs."""
 
 
 @final
@@ -91,7 +93,17 @@ class EagleDrafter(Drafter):
     The head must have its embedding and `lm_head`, own or borrowed (`EagleHead.borrow`).
     """
 
-    def __init__(self, head: EagleHead, make_pages: MakePages, config: EagleDraftConfig | None = None) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        make_pages: MakePages,
+        config: EagleDraftConfig | None = None,
+        prefixes: DraftPrefixes | None = None,
+    ) -> None:
+        """Args:
+        prefixes: keeps pages of earlier texts, so that the target's features of them are not needed again.
+        """
+        self.prefixes = prefixes
         self.config = config or EagleDraftConfig()
         self.head = head.eval()
         self._make_pages = make_pages
@@ -116,7 +128,7 @@ class EagleDrafter(Drafter):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> None:
+    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> Sequence[int] | None:
         self.end()
         config = self.head.config
         shape = LayerShape(config.num_kv_heads, config.head_dim, config.head_dim, self.head.dtype, self.head.device)
@@ -124,14 +136,28 @@ class EagleDrafter(Drafter):
         for _ in prompts:
             self._pages.add_row()
         self._rows = [Row() for _ in prompts]
+        return None if self.prefixes is None else self._load(self.prefixes, self._pages, prompts)
+
+    def _load(self, prefixes: DraftPrefixes, pages: DraftPages, prompts: tuple[Sequence[int], ...]) -> list[int]:
+        """Fill rows with pairs of earlier texts; rows with equal prompts are forked from the first of them later."""
+        first = {tuple(prompt): i for i, prompt in reversed(list(enumerate(prompts)))}
+        ready = [0] * len(prompts)
+        for prompt, i in first.items():
+            ready[i] = prefixes.load(pages, i, prompt, len(prompt) - 1)
+        for row, prompt, length in zip(self._rows, prompts, ready, strict=True):
+            row.tokens = list(prompt[: length + 1])
+        return ready
 
     def fork(self, source: int, copies: tuple[int, ...]) -> None:
         for row in copies:
             self._open_pages().refork(source, row)
-            self._rows[row] = Row(self._rows[source].last_inputs, self._rows[source].last_residual)
+            self._rows[row] = replace(self._rows[source], tokens=list(self._rows[source].tokens))
 
     def end(self) -> None:
         if self._pages is not None:
+            if self.prefixes is not None:
+                for number, row in enumerate(self._rows):
+                    self.prefixes.keep(self._pages, number, row.tokens)
             self._pages.free_all()
             self._pages.check()
         self._pages = None
@@ -165,7 +191,10 @@ class EagleDrafter(Drafter):
             pages.truncate(row, window.context_lengths[i])
         append(pages, rows, counts, k, v)
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            self._rows[row] = Row(inputs[i, count - 1].clone(), residual[i, count - 1].clone())
+            text = self._rows[row].tokens
+            if self.prefixes is not None:
+                text = text[: window.context_lengths[live[i]] + 1] + tokens[i, :count].tolist()
+            self._rows[row] = Row(inputs[i, count - 1].clone(), residual[i, count - 1].clone(), text)
 
     def _takes(self, row: int, context_length: int, num_kept: int) -> bool:
         """Whether the row's pairs are complete up to here, and still within the head's positions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,6 +27,13 @@ class DraftPages(Protocol):
     def layout(self, rows: tuple[int, ...], device: torch.device) -> PrefixLayout: ...
     def free_all(self) -> None: ...
     def check(self) -> None: ...
+
+
+class DraftPrefixes(Protocol):
+    """What the draft needs of a store of earlier pages (`PrefixCache` has it), keyed with the successor."""
+
+    def load(self, cache: Any, row: int, tokens: Sequence[int], limit: int) -> int: ...
+    def keep(self, cache: Any, row: int, tokens: Sequence[int]) -> None: ...
 
 
 def append(

@@ -37,9 +37,13 @@ class HybridDrafter(Drafter):
     def taps(self) -> tuple[int, ...]:
         return self.primary.taps + self.secondary.taps
 
-    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> None:
-        self.primary.begin(prompts, max_length)
-        self.secondary.begin(prompts, max_length)
+    def begin(self, prompts: tuple[Sequence[int], ...], max_length: int) -> Sequence[int] | None:
+        ready = [drafter.begin(prompts, max_length) for drafter in (self.primary, self.secondary) if drafter.taps]
+        for drafter in (self.primary, self.secondary):
+            if not drafter.taps:
+                drafter.begin(prompts, max_length)
+        known = [counts for counts in ready if counts is not None]
+        return [min(counts) for counts in zip(*known, strict=True)] if known and len(known) == len(ready) else None
 
     def fork(self, source: int, copies: tuple[int, ...]) -> None:
         self.primary.fork(source, copies)

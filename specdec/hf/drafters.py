@@ -6,11 +6,24 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.draft.adaptive import AdaptiveDrafter
 from specdec.draft.base import Drafter
+from specdec.draft.hybrid import HybridDrafter
 from specdec.draft.none import NoDrafter
 from specdec.errors import ConfigError
+from specdec.kv.prefix import PrefixCache
 
-NAMES = ("none", "ngram", "suffix", "assistant:MODEL", "eagle", "eagle:PATH", "eagle+suffix", "eagle:PATH+suffix")
+NAMES = (
+    "none",
+    "ngram",
+    "suffix",
+    "assistant:MODEL",
+    "eagle",
+    "eagle:PATH",
+    "eagle+suffix",
+    "eagle:PATH+suffix",
+    "adaptive:NAME",
+)
 
 
 def make_drafter(
@@ -37,16 +50,30 @@ def make_drafter(
         return make_assistant(spec, model, **options)
     if spec is None:
         return NoDrafter()
+    if spec.startswith("adaptive:"):
+        return AdaptiveDrafter(make_drafter(spec.removeprefix("adaptive:"), model, tokenizer, **options))
     name, _, addition = spec.partition("+")
     if addition not in ("", "suffix"):
         raise ConfigError(f"drafter={spec!r} is not known; accepted: {', '.join(NAMES)}")
     drafter = _make_one(name, spec, model, tokenizer, options)
     if not addition:
         return drafter
-    from specdec.draft.hybrid import HybridDrafter
     from specdec.draft.suffix import SuffixDrafter
 
     return HybridDrafter(drafter, SuffixDrafter())
+
+
+def lend_prefixes(drafter: Drafter, prefixes: PrefixCache) -> None:
+    """Let EAGLE drafters, also inside others, keep the pages of their heads in `prefixes`, unless they have a store."""
+    from specdec.draft.eagle import EagleDrafter
+
+    if isinstance(drafter, EagleDrafter) and drafter.prefixes is None:
+        drafter.prefixes = prefixes
+    if isinstance(drafter, HybridDrafter):
+        lend_prefixes(drafter.primary, prefixes)
+        lend_prefixes(drafter.secondary, prefixes)
+    if isinstance(drafter, AdaptiveDrafter):
+        lend_prefixes(drafter.inner, prefixes)
 
 
 def _make_one(

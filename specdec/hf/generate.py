@@ -20,10 +20,11 @@ from specdec.config import SpecConfig
 from specdec.decoder import SpeculativeDecoder
 from specdec.draft.base import Drafter
 from specdec.errors import ConfigError, UnsupportedError, choose
-from specdec.hf.drafters import make_drafter
+from specdec.hf.drafters import lend_prefixes, make_drafter
 from specdec.hf.processors import hold_rows, looks_at_batch, scores_only, temperature_of
 from specdec.hf.streaming import StreamRelay
 from specdec.hf.target import HFTarget, check_supported
+from specdec.kv.prefix import PrefixCache
 from specdec.policies import VERIFIERS as VERIFIERS
 from specdec.policies import WRITERS as WRITERS
 from specdec.policies import MakeWriter
@@ -44,6 +45,7 @@ def generate(
     verifier: str | Verifier = "eager",
     spec_config: SpecConfig | None = None,
     attention: str = "paged",
+    prefix_cache: PrefixCache | None = None,
     on_step: OnStep | None = None,
     streamer: BaseStreamer | None = None,
     **kwargs: Any,
@@ -56,6 +58,8 @@ def generate(
         writer: `deferred` (NWOR), `immediate`, `off` (or `direct`), or what makes a `KVWriter` from its cache (a
             writer class, say).
         verifier: `vectorized`, `graph`, `adaptive`, `off` (or `eager`), or a `Verifier`.
+        prefix_cache: keeps K/V of this and earlier calls with the same model, so that prompts which begin like an
+            earlier text (chat turns, shared instructions) run only what is new.
         on_step: called with the `StepRecord` of every step.
         kwargs: everything that `model.generate` takes, stop strings and their tokenizer included.
 
@@ -73,6 +77,7 @@ def generate(
         verifier=verifier,
         spec_config=spec_config,
         attention=attention,
+        prefix_cache=prefix_cache,
         on_step=on_step,
         streamer=streamer,
     )
@@ -89,6 +94,7 @@ def custom_generate(
     verifier: str | Verifier = "eager",
     spec_config: SpecConfig | None = None,
     attention: str = "paged",
+    prefix_cache: PrefixCache | None = None,
     on_step: OnStep | None = None,
     streamer: BaseStreamer | None = None,
 ) -> Callable[..., GenerateDecoderOnlyOutput | Tensor]:
@@ -109,10 +115,14 @@ def custom_generate(
     ) -> GenerateDecoderOnlyOutput | Tensor:
         _refuse_unsupported_mode(generation_config)
         target = HFTarget(model, attention)
+        if prefix_cache is not None and model_kwargs.get("token_type_ids") is not None:
+            raise UnsupportedError("token_type_ids with a prefix_cache are not supported; pass one of them")
         mask = _take_model_inputs(target, input_ids, model_kwargs)
-        decoder = SpeculativeDecoder(
-            target, make_drafter(drafter, model, **(drafter_options or {})), make_writer, chosen, spec_config
-        )
+        drafts = make_drafter(drafter, model, **(drafter_options or {}))
+        if prefix_cache is not None:
+            prefix_cache.claim(model)
+            lend_prefixes(drafts, prefix_cache.draft)
+        decoder = SpeculativeDecoder(target, drafts, make_writer, chosen, spec_config, prefix_cache)
         request = _Request(decoder, input_ids, mask, generation_config, logits_processor, stopping_criteria)
         return request.run(on_step, streamer)
 

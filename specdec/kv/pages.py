@@ -132,6 +132,7 @@ class PagedKVCache:
         self.page_size = page_size
         self.layers = tuple(layers)
         self.growable = growable
+        self._format = (kv_dtype, None if layer_scales is None else tuple(layer_scales))
         self.allocator = BlockAllocator(num_pages)
         self.planes: list[Plane] = []
         self._codecs = make_codecs([shape.device for shape in self.layers], kv_dtype, layer_scales)
@@ -161,6 +162,15 @@ class PagedKVCache:
     def bytes_per_token(self) -> int:
         """Bytes of one token's K/V in all layers."""
         return sum(plane.bytes_per_token for plane in self.planes)
+
+    def empty_like(self, num_pages: int) -> PagedKVCache:
+        """A cache of the same format, without rows."""
+        return PagedKVCache(self.layers, num_pages, self.page_size, self.growable, *self._format)
+
+    def same_format(self, other: PagedKVCache) -> bool:
+        """Whether pages of both hold the same things in the same way, so that they may be copied as they are."""
+        mine, theirs = ((cache.layers, cache.page_size, cache._format) for cache in (self, other))
+        return mine == theirs
 
     def add_row(self) -> int:
         """Add an empty row and return its number."""
