@@ -191,7 +191,7 @@ class Sampler:
     def processed(self, rows: Sequence[int], logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
         """Processed scores of the next token of each of the batch rows `rows`, recorded as far as wanted; a push must
         follow."""
-        scores = logits.to(device=self.prompts.device, dtype=torch.float32, copy=True)
+        scores = logits.to(device=self.prompts.device, dtype=torch.float32, copy=bool(self.processors))
         raw = scores.clone() if self._keep_logits else None
         if self.processors:
             groups = self._by_index(rows)

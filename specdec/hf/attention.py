@@ -88,8 +88,17 @@ def attention_switched(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
     try:
         for config in configs:
             config._attn_implementation_internal = NAME
-        with torch.no_grad():
+        # Inference mode spares the many small operations of a forward their autograd book-keeping; a rope that writes
+        # its buffers while running would leave them unusable for training.
+        with torch.no_grad() if any(map(_writes_buffers, configs)) else torch.inference_mode():
             yield
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
+
+
+def _writes_buffers(config: PretrainedConfig) -> bool:
+    """Whether the model's rope recomputes its buffers as the text grows."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
+    return bool(kinds & {"dynamic", "longrope"})

@@ -85,7 +85,6 @@ class HFTarget(Target):
             lengths = torch.tensor([len(row) for row in rows], device=self.device)
             self._token_inputs[name] = (nn.utils.rnn.pad_sequence(list(rows), batch_first=True), lengths)
 
-    @torch.no_grad()
     def forward(
         self, window: Window, writer: KVStage, taps: tuple[int, ...] = (), need_logits: bool = True
     ) -> TargetOutput:
@@ -144,7 +143,7 @@ class HFTarget(Target):
         window = Window.chain([[0]], (0,), (0,), device)
         writer = _ShapeRecorder(device)
         context = StepContext(window, writer, ATTENTION["reference"], {})
-        with attention_switched(self._configs), torch.no_grad():
+        with attention_switched(self._configs):
             logits = self._call(window, context)
         if not writer.shapes:
             raise UnsupportedError(

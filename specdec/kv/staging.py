@@ -38,10 +38,11 @@ class Staging:
         shape = self.cache.layers[layer]
         size = self.window.tokens.shape
         for name, rows, width in (("k", k, shape.k_size), ("v", v, shape.v_size)):
-            expected = (*size, shape.num_kv_heads, width)
-            if rows.shape != expected or rows.dtype != shape.dtype:
-                found = f"{tuple(rows.shape)} {rows.dtype}"
-                raise WindowError(f"stage of layer {layer}: {name} is {found}; expected {expected} {shape.dtype}")
+            if rows.shape != (*size, shape.num_kv_heads, width) or rows.dtype != shape.dtype:
+                found, expected = tuple(rows.shape), (*size, shape.num_kv_heads, width)
+                raise WindowError(
+                    f"stage of layer {layer}: {name} is {found} {rows.dtype}; expected {expected} {shape.dtype}"
+                )
         places = self.cache.places(layer)
         if any(self._rows[plane][index] is not None for plane, index in places):
             raise WindowError(f"layer {layer} is staged twice in one window")

@@ -100,3 +100,21 @@ def test_prompts_are_attended_causally(sliding):
     slow, fast = attend(query, view, window, rules), attend_paged(query, view, window, rules)
     torch.testing.assert_close(slow[0], fast[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(slow[1, :11], fast[1, :11], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "longrope"])
+def test_a_model_can_be_trained_after_it_was_driven(rope_type):
+    from tests.models import VOCAB, tiny_llama
+    from tests.systems import plain, prompts, speculative
+
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [1.5] * 4}
+    model = tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4} if rope_type == "default" else rope)
+    inputs = prompts(1, VOCAB, length=30)
+    output = speculative(model, inputs, "suffix", max_new_tokens=6)
+    if rope_type == "default":
+        assert output.tolist() == plain(model, inputs, max_new_tokens=6).tolist()
+    model.requires_grad_(True)
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert model.lm_head.weight.grad is not None
