@@ -1,0 +1,97 @@
+"""Every Python block of the tutorials and how-tos runs, page by page, and every `specdec` command too.
+
+On the tiny model the blocks must run, and their assertions hold.  On the real model (marked slow) what they print must
+be what the page shows behind them (`title="Output"`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.cli import run
+from tests.docs.blocks import Block, blocks_of
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [DOCS / "index.md", *DOCS.glob("tutorials/*.md"), *DOCS.glob("how-to/*.md"), *DOCS.glob("reference/*.md")]
+)
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+COMMANDS = [block for page in PAGES for block in blocks_of(page) if block.language == "sh"]
+NOT_OURS = ("pip ", "pytest", "git ", "cd ", "#", "mkdocs ")
+"""Beginnings of shell lines that are not run."""
+
+
+def name_of(where: Path | Block) -> str:
+    if isinstance(where, Block):
+        return f"{where.page.relative_to(DOCS)}:{where.line}"
+    return str(where.relative_to(DOCS))
+
+
+def execute(page: Path, capsys: pytest.CaptureFixture[str]) -> list[tuple[Block, str]]:
+    """Run a page's Python blocks in one namespace; of each block that the page shows the output of, what it printed."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    shown = []
+    printed = ""
+    for block in blocks_of(page):
+        if block.language == "python":
+            capsys.readouterr()
+            # Empty lines in front, so that a traceback names the line of the page.
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+            printed = capsys.readouterr().out
+        elif block.title == "Output":
+            shown.append((block, printed))
+    return shown
+
+
+def test_there_are_pages_and_commands() -> None:
+    assert len(WITH_PYTHON) > 5 and COMMANDS
+
+
+def test_every_language_is_known() -> None:
+    """A block in a language that no test looks at would never be run."""
+    known = {"python", "sh", "text", "json", "html", "toml"}
+    unknown = [name_of(block) for page in PAGES for block in blocks_of(page) if block.language not in known]
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_blocks_run_on_a_tiny_model(page, load_tiny, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    execute(page, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_blocks_print_what_the_page_shows(page, smollm2, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("specdec.hf.models.load_model", lambda *args, **options: smollm2)
+    monkeypatch.chdir(tmp_path)
+    for block, printed in execute(page, capsys):
+        assert printed == block.code, name_of(block)
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=name_of)
+def test_commands_run_on_a_tiny_model(block, tiny_folder, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in block.code.replace("\\\n", " ").splitlines():
+        if not line.strip() or line.startswith(NOT_OURS):
+            continue
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "specdec", f"{name_of(block)}: no test runs {program!r}"
+        status = run(on_tiny_model(arguments, tiny_folder), {**os.environ})
+        assert status == 0, (line, capsys.readouterr().err)
+
+
+def on_tiny_model(arguments: list[str], folder: Path) -> list[str]:
+    """The same command for the tiny model, kept short."""
+    if arguments[0] == "info":
+        return ["info", str(folder), *[argument for argument in arguments[1:] if argument.startswith("-")]]
+    if "--model" in arguments:
+        place = arguments.index("--model")
+        arguments = arguments[:place] + arguments[place + 2 :]
+    return [*arguments, "--model", str(folder), *(["--max-new-tokens", "8"] if arguments[0] == "generate" else [])]
