@@ -1,7 +1,7 @@
 """Triton programs of `skinny_linear`: products of a few rows with a large weight.
 
-Two forms share the code: with `MMA`, tiles of at least 16 rows go through the matrix unit; without, up to 4 rows are
-multiplied element by element, which needs no shared memory and no barrier until the end.
+Two forms share the code: with `MMA`, tiles of at least 16 rows go through the matrix unit; without, up to 8 rows are
+multiplied element by element, which needs neither shared memory nor barriers before the end.
 
 With `PDL` (see `launch`) a program asks for its weights while the kernel in front of it still runs.
 """
@@ -50,6 +50,19 @@ def _finish(total, MMA: tl.constexpr):
         return total
     else:
         return tl.sum(total, 2)
+
+
+@triton.jit
+def _rows_times(x_ptr, weight, rows, k, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Products of the tile's rows with weights held in registers, row by row."""
+    member = tl.arange(0, BLOCK_M)
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.static_range(BLOCK_M):
+        row = tl.program_id(1) * BLOCK_M + i
+        x = tl.load(x_ptr + row * SIZE + k, mask=k < tl.where(row < rows, SIZE, 0), other=0.0)
+        column_sums = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+        product = tl.where((member == i)[:, None], column_sums[None, :], product)
+    return product
 
 
 @triton.jit
@@ -133,8 +146,6 @@ def project_heads(
     elif head >= HEADS:
         weight, bias, out, count, own = k_weight_ptr, k_bias_ptr, k_out_ptr, KV_HEADS, head - HEADS
     column = own * 2 * HALF + low
-    first = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
-    second = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
     if SIZE <= BLOCK_K:
         k = tl.arange(0, BLOCK_K)
         mask = (k < SIZE)[None, :]
@@ -142,10 +153,16 @@ def project_heads(
         first_weight = tl.load(weight + at, mask=mask, other=0.0)
         second_weight = tl.load(weight + at + HALF * SIZE, mask=mask, other=0.0)
         wait_for_inputs(PDL)
-        x = tl.load(scaled_ptr + row[:, None] * SIZE + k[None, :], mask=exists[:, None] & mask, other=0.0)
-        first = _add_product(x, first_weight, first, MMA)
-        second = _add_product(x, second_weight, second, MMA)
+        if MMA:
+            x = tl.load(scaled_ptr + row[:, None] * SIZE + k[None, :], mask=exists[:, None] & mask, other=0.0)
+            one = _add_product(x, first_weight, _zeros(BLOCK_M, BLOCK_N, BLOCK_K, True), True)
+            two = _add_product(x, second_weight, _zeros(BLOCK_M, BLOCK_N, BLOCK_K, True), True)
+        else:
+            one = _rows_times(scaled_ptr, first_weight, rows, k, SIZE, BLOCK_M, BLOCK_N)
+            two = _rows_times(scaled_ptr, second_weight, rows, k, SIZE, BLOCK_M, BLOCK_N)
     else:
+        first = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
+        second = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
         _ask_for(weight, column, column >= 0, SIZE, 8, 64, PDL)
         _ask_for(weight + HALF * SIZE, column, column >= 0, SIZE, 8, 64, PDL)
         wait_for_inputs(PDL)
@@ -158,9 +175,11 @@ def project_heads(
             second_weight = tl.load(weight + at + HALF * SIZE, mask=mask, other=0.0)
             first = _add_product(x, first_weight, first, MMA)
             second = _add_product(x, second_weight, second, MMA)
+        one = _finish(first, MMA)
+        two = _finish(second, MMA)
     factor = _norm_factor(squares_ptr, row, exists, eps, PARTS, PARTS_PADDED, SIZE)
-    one = _finish(first, MMA) * factor[:, None]
-    two = _finish(second, MMA) * factor[:, None]
+    one *= factor[:, None]
+    two *= factor[:, None]
     if BIASED:
         one += tl.load(bias + column)[None, :].to(tl.float32)
         two += tl.load(bias + column + HALF)[None, :].to(tl.float32)
@@ -203,8 +222,6 @@ def gate(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = row < rows
     inside = column < OUT
-    first = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
-    second = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
     if SIZE <= BLOCK_K:
         k = tl.arange(0, BLOCK_K)
         mask = (k < SIZE)[None, :]
@@ -212,10 +229,16 @@ def gate(
         gate_weight = tl.load(gate_ptr + at, mask=mask & inside[:, None], other=0.0)
         up_weight = tl.load(up_ptr + at, mask=mask & inside[:, None], other=0.0)
         wait_for_inputs(PDL)
-        x = tl.load(scaled_ptr + row[:, None] * SIZE + k[None, :], mask=exists[:, None] & mask, other=0.0)
-        first = _add_product(x, gate_weight, first, MMA)
-        second = _add_product(x, up_weight, second, MMA)
+        if MMA:
+            x = tl.load(scaled_ptr + row[:, None] * SIZE + k[None, :], mask=exists[:, None] & mask, other=0.0)
+            one = _add_product(x, gate_weight, _zeros(BLOCK_M, BLOCK_N, BLOCK_K, True), True)
+            two = _add_product(x, up_weight, _zeros(BLOCK_M, BLOCK_N, BLOCK_K, True), True)
+        else:
+            one = _rows_times(scaled_ptr, gate_weight, rows, k, SIZE, BLOCK_M, BLOCK_N)
+            two = _rows_times(scaled_ptr, up_weight, rows, k, SIZE, BLOCK_M, BLOCK_N)
     else:
+        first = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
+        second = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
         _ask_for(gate_ptr, tl.minimum(column, OUT - 1).to(tl.int64), inside, SIZE, 8, 64, PDL)
         _ask_for(up_ptr, tl.minimum(column, OUT - 1).to(tl.int64), inside, SIZE, 8, 64, PDL)
         wait_for_inputs(PDL)
@@ -228,9 +251,11 @@ def gate(
             up_weight = tl.load(up_ptr + at, mask=mask & inside[:, None], other=0.0)
             first = _add_product(x, gate_weight, first, MMA)
             second = _add_product(x, up_weight, second, MMA)
+        one = _finish(first, MMA)
+        two = _finish(second, MMA)
     factor = _norm_factor(squares_ptr, row, exists, eps, PARTS, PARTS_PADDED, SIZE)
-    one = _finish(first, MMA) * factor[:, None]
-    two = _finish(second, MMA) * factor[:, None]
+    one *= factor[:, None]
+    two *= factor[:, None]
     result = one / (1.0 + tl.exp(-one)) * two
     at = row.to(tl.int64)[:, None] * OUT + column[None, :]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=exists[:, None] & inside[None, :])
@@ -267,16 +292,19 @@ def linear(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = row < rows
     inside = column < OUT
-    total = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
     if SIZE <= BLOCK_K:
         k = tl.arange(0, BLOCK_K)
         mask = (k < SIZE)[None, :]
         at = column.to(tl.int64)[:, None] * SIZE + k[None, :]
         weight = tl.load(weight_ptr + at, mask=mask & inside[:, None], other=0.0)
         wait_for_inputs(PDL)
-        x = tl.load(x_ptr + row[:, None] * SIZE + k[None, :], mask=exists[:, None] & mask, other=0.0)
-        total = _add_product(x, weight, total, MMA)
+        if MMA:
+            x = tl.load(x_ptr + row[:, None] * SIZE + k[None, :], mask=exists[:, None] & mask, other=0.0)
+            product = _add_product(x, weight, _zeros(BLOCK_M, BLOCK_N, BLOCK_K, True), True)
+        else:
+            product = _rows_times(x_ptr, weight, rows, k, SIZE, BLOCK_M, BLOCK_N)
     else:
+        total = _zeros(BLOCK_M, BLOCK_N, BLOCK_K, MMA)
         _ask_for(weight_ptr, tl.minimum(column, OUT - 1).to(tl.int64), inside, SIZE, 16, 64, PDL)
         wait_for_inputs(PDL)
         for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
@@ -286,7 +314,7 @@ def linear(
             at = column.to(tl.int64)[:, None] * SIZE + k[None, :]
             weight = tl.load(weight_ptr + at, mask=mask & inside[:, None], other=0.0)
             total = _add_product(x, weight, total, MMA)
-    product = _finish(total, MMA)
+        product = _finish(total, MMA)
     if NORMED:
         product *= _norm_factor(squares_ptr, row, exists, eps, PARTS, PARTS_PADDED, SIZE)[:, None]
     at = row.to(tl.int64)[:, None] * OUT + column[None, :]

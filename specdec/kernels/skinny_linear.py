@@ -20,11 +20,11 @@ from torch import Tensor
 from specdec.kernels import few_rows
 from specdec.kernels.launch import launch_options
 
-MOST_ELEMENTWISE_ROWS = 4
+MOST_ELEMENTWISE_ROWS = 8
 
 
 def tile_rows(rows: int) -> int:
-    """Rows of a tile for so many rows: 1, 2 or 4 element by element, or 16 to 64 through the matrix unit."""
+    """Rows of a tile for so many rows: 1 to 8 element by element, or 16 to 64 through the matrix unit."""
     if rows <= MOST_ELEMENTWISE_ROWS:
         return triton.next_power_of_2(rows)
     return min(64, max(16, triton.next_power_of_2(rows)))
@@ -44,12 +44,20 @@ class Blocks:
 
     @staticmethod
     def choose(rows: int, size: int, columns: int, accumulators: int, element_size: int) -> Blocks:
-        """Enough programs to keep all multiprocessors reading, and enough bytes in flight in each."""
+        """Enough programs to keep all multiprocessors reading, and enough bytes in flight in each.
+
+        Rules of thumb from measurements on an H200 (docs/explanation/performance.md).
+        """
         block_m = tile_rows(rows)
+        if block_m < 16 and size <= 2048:
+            # One warp holds whole weight rows in its registers: no loop, and no barrier to add up.
+            whole = triton.next_power_of_2(size)
+            block_n = max(1, 4096 // (accumulators * whole)) if columns > 16384 else max(1, 2048 // whole, 2 // block_m)
+            return Blocks(block_m, min(block_n, 4), whole, num_warps=1, num_stages=1)
         if block_m < 16:
-            block_k = min(512, triton.next_power_of_2(size)) if size > 2048 else triton.next_power_of_2(size)
-            elements = 8192 // accumulators // block_m
-            return Blocks(block_m, max(1, min(16, elements // block_k)), block_k, num_warps=4, num_stages=4)
+            elements = 4096 // block_m
+            block_k = min(512, elements)
+            return Blocks(block_m, max(1, elements // block_k // accumulators), block_k, num_warps=4, num_stages=6)
         block_k = min(128, max(16, triton.next_power_of_2(size)))
         # A program takes at least 16 columns; wide products take wider tiles, so that the rows are read less often.
         block_n = 16
