@@ -53,7 +53,7 @@ def random_pages(
     layers: int = 1,
     room: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages `[layers num_pages page_size *row_shape]` in shuffled order, their table, and lengths; free slots hold NaN."""
+    """Pages `[layers num_pages page_size *row_shape]`, shuffled; their table and lengths; free slots hold NaN."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(length + room) // page_size) for length in lengths]
     num_pages = sum(needed) + 3

@@ -144,8 +144,8 @@ class EagleDrafter(Drafter):
         ready = [0] * len(prompts)
         for prompt, i in first.items():
             ready[i] = prefixes.load(pages, i, prompt, len(prompt) - 1)
-        for row, prompt, length in zip(self._rows, prompts, ready, strict=True):
-            row.tokens = list(prompt[: length + 1])
+        for row, text, length in zip(self._rows, prompts, ready, strict=True):
+            row.tokens = list(text[: length + 1])
         return ready
 
     def fork(self, source: int, copies: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Losslessness over randomly drawn requests: drafts of any shape and quality, batches, sampling settings, page sizes."""
+"""Losslessness over randomly drawn requests: drafts of any shape and quality, batches, sampling, page sizes."""
 
 from __future__ import annotations
 

@@ -45,6 +45,9 @@ def test_tau_along_the_text_is_the_decoders(norm_output: bool):
                 on_step=records.append,
             )
         emitted = sum(len(record.emitted[0]) for record in records)
-        assert (found[setting.name].steps, found[setting.name].tau) == (len(records), pytest.approx(emitted / len(records)))
+        assert (found[setting.name].steps, found[setting.name].tau) == (
+            len(records),
+            pytest.approx(emitted / len(records)),
+        )
     assert found["tree 16"].tau > found["chain 1"].tau >= 1
     assert found["chain 4"].tau > 1.02
