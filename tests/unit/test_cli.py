@@ -19,6 +19,7 @@ from specdec import cli
 from specdec.cli_generate import first_difference
 from specdec.cli_terminal import TextOutput
 from specdec.errors import ConfigError, UnsupportedError
+from specdec.hf.progress import LoadingProgress
 from specdec.types import CommitStats, StepRecord
 from tests.models import FAMILIES, byte_tokenizer, tiny_gpt2, tiny_llama
 
@@ -429,3 +430,13 @@ def test_a_tokenizer_that_cannot_stream_is_refused() -> None:
 def test_defaults_are_checked_before_anything_else() -> None:
     with pytest.raises(ConfigError, match="SPECDEC_KV_WRITER"):
         cli.defaults_from({"SPECDEC_KV_WRITER": ""})
+
+
+def test_loading_says_each_slow_stage_once_and_hides_foreign_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadingProgress() as progress:
+        for done in (0, 10, 20):
+            progress("Downloading it", done, 20)
+        print("a bar of somebody else", file=sys.stderr)
+        progress("Loading the model", 0, 0)
+    print("afterwards", file=sys.stderr)
+    assert capsys.readouterr().err == "Downloading it ...\nafterwards\n"
