@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 
 from specdec.bench.command import bench_command
 from specdec.bench.eval import eval_command
+from specdec.bench.microbench_command import microbench_command, ncu_report_command
 from specdec.cli_generate import generate
 from specdec.cli_info import info
 from specdec.errors import SpecdecError, choose
@@ -29,6 +30,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench_command,
     "train": train_command,
     "eval": eval_command,
+    "microbench": microbench_command,
+    "ncu-report": ncu_report_command,
 }
 
 FAILED = 2
