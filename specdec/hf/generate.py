@@ -21,6 +21,7 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.draft.base import Drafter
 from specdec.errors import ConfigError, UnsupportedError, choose
 from specdec.hf.drafters import lend_prefixes, make_drafter
+from specdec.hf.linear import fast_linears
 from specdec.hf.processors import hold_rows, looks_at_batch, scores_only, temperature_of
 from specdec.hf.streaming import StreamRelay
 from specdec.hf.target import HFTarget, check_supported
@@ -124,7 +125,8 @@ def custom_generate(
             lend_prefixes(drafts, prefix_cache.draft)
         decoder = SpeculativeDecoder(target, drafts, make_writer, chosen, spec_config, prefix_cache)
         request = _Request(decoder, input_ids, mask, generation_config, logits_processor, stopping_criteria)
-        return request.run(on_step, streamer)
+        with fast_linears(model):
+            return request.run(on_step, streamer)
 
     return decode
 
