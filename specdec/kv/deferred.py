@@ -46,7 +46,7 @@ class DeferredWriter(KVWriter):
         # A chain kept from one row is the front of its staged rows, and fresh rows lie contiguously: both become
         # slices.
         count, first = len(slots), int(slots[0])
-        is_slice = staging.window.is_chain and len(kept) == 1 and int(slots[-1]) - first == count - 1
+        is_slice = staging.window.is_chain and len(kept) == 1 and bool((slots.diff() == 1).all())
         sources = None if is_slice else staging.source_rows(verdict, kept)
         for i, plane in enumerate(cache.planes):
             rows = staging.stacked(i)
