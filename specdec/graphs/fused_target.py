@@ -1,11 +1,8 @@
-"""`FusedTarget`: the Llama family's decoder in six launches a layer, over the weights of an unchanged model."""
+"""`FusedTarget`: the Llama family's decoder in few launches, over the weights of an unchanged model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -13,65 +10,36 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specdec.attention.fused import attend_fused
-from specdec.attention.reference import AttentionRules
 from specdec.errors import ConfigError
-from specdec.kernels import skinny_linear as products
-from specdec.kernels.skinny_linear import Blocks, Rotation, Stream
+from specdec.graphs.routes import FusedRoute, LibraryRoute, Route, Tilings
+from specdec.graphs.weights import DecoderWeights
 from specdec.kv.writer import KVStage
 from specdec.target import LayerShape, Target, TargetOutput
 from specdec.types import Window
 
-MOST_ROWS = 128
-"""Rows up to which a product is bound by reading its weight; larger ones go to the vendor's matrix library."""
+SMALL_HIDDEN_SIZE = 2048
+"""Below it a product takes about as long as its launch, and saved launches count; from it on the matrix library's
+tensor-core products are faster than ours (measured at 576 and 3072; docs/explanation/performance.md)."""
 
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer: RMSNorm, attention, RMSNorm, gated MLP.  Matrices are `[out, in]`."""
-
-    attention_norm: Float[Tensor, " d"]
-    qkv: tuple[Float[Tensor, "q d"], Float[Tensor, "k d"], Float[Tensor, "k d"]]
-    qkv_biases: tuple[Float[Tensor, " q"], Float[Tensor, " k"], Float[Tensor, " k"]] | None
-    output: Float[Tensor, "d q"]
-    mlp_norm: Float[Tensor, " d"]
-    gate: Float[Tensor, "i d"]
-    up: Float[Tensor, "i d"]
-    down: Float[Tensor, "d i"]
-    rules: AttentionRules
-
-
-@dataclass(frozen=True)
-class DecoderWeights:
-    """A whole model, by reference."""
-
-    embedding: Float[Tensor, "v d"]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Float[Tensor, " d"]
-    lm_head: Float[Tensor, "v d"]
-    eps: float
-    rotation: Rotation
-
-
-Tilings = Mapping[tuple[str, int], Blocks]
-"""How to cut a product, by its name (`qkv`, `output`, `gate`, `down`, `lm_head`) and `tile_rows`."""
+MOST_FUSED_ROWS = {True: 64, False: 4}
+"""Rows up to which fused kernels are used, for small and for large models."""
 
 
 @final
 class FusedTarget(Target):
     """Drives `DecoderWeights` over windows; it rounds in other places than the model's own layers."""
 
-    def __init__(self, weights: DecoderWeights, tilings: Tilings | None = None, pdl: bool = False) -> None:
+    def __init__(self, weights: DecoderWeights, tilings: Tilings | None = None, pdl: bool | None = None) -> None:
         """Args:
         tilings: measured ones; what is missing is chosen by a rule of thumb.
-        pdl: let kernels start while the one in front of them ends (Hopper and later).
+        pdl: let fused kernels start while the one in front of them ends; None: where the device can (Hopper and later).
         """
         self.weights = weights
         self.tilings = tilings or {}
-        self.pdl = pdl
-        head_size = 2 * weights.rotation.cos.shape[1]
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        kv_heads = weights.layers[0].qkv[1].shape[0] // head_size
-        shape = LayerShape(kv_heads, head_size, head_size, dtype, device)
+        self.pdl = can_launch_early(device) if pdl is None else pdl
+        kv_heads = weights.layers[0].qkv[1].shape[0] // weights.head_size
+        shape = LayerShape(kv_heads, weights.head_size, weights.head_size, dtype, device)
         self._layers = tuple(shape for _ in weights.layers)
 
     @property
@@ -90,82 +58,45 @@ class FusedTarget(Target):
     def max_length(self) -> int | None:
         return self.weights.rotation.cos.shape[0]
 
+    def route(self, rows: int) -> FusedRoute | LibraryRoute:
+        """How a forward over so many rows is computed."""
+        small = self.weights.hidden_size < SMALL_HIDDEN_SIZE
+        if rows <= MOST_FUSED_ROWS[small]:
+            return FusedRoute(self.weights, rows, self.tilings, self.pdl)
+        return LibraryRoute(self.weights)
+
     @torch.no_grad()
     def forward(
         self, window: Window, writer: KVStage, taps: tuple[int, ...] = (), need_logits: bool = True
     ) -> TargetOutput:
-        weights, shape = self.weights, window.tokens.shape
         for tap in taps:
-            if not -1 <= tap < len(weights.layers):
-                raise ConfigError(f"tap={tap}; accepted: -1 to {len(weights.layers) - 1}")
-        ops = self._operations(window.tokens.numel())
+            if not -1 <= tap < len(self._layers):
+                raise ConfigError(f"tap={tap}; accepted: -1 to {len(self._layers) - 1}")
+        logits, features = self._run(self.route(window.tokens.numel()), window, writer, taps, need_logits)
+        return TargetOutput(logits, features)
+
+    def _run(
+        self, route: Route, window: Window, writer: KVStage, taps: tuple[int, ...], need_logits: bool
+    ) -> tuple[Float[Tensor, "b w v"] | None, tuple[Float[Tensor, "b w d"], ...]]:
+        weights, shape = self.weights, window.tokens.shape
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        positions = window.positions.flatten()
         features: dict[int, Tensor] = {}
-        stream = ops.embed(window.tokens.flatten(), weights.embedding, weights.layers[0].attention_norm)
+        state = route.start(window.tokens.flatten())
         for number, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             if number in taps:
-                features[number] = stream.x.unflatten(0, shape)
-            stream = self._layer(number, layer, next_norm, stream, window, writer, ops)
+                features[number] = route.stream(state).unflatten(0, shape)
+            q, k, v = (part.unflatten(0, shape) for part in route.project(layer, state, positions))
+            view = writer.stage(number, k, v)
+            attended = attend_fused(q.transpose(1, 2), view, window, layer.rules, pdl=route.pdl)
+            state = route.finish(layer, state, attended.view(len(positions), -1), next_norm)
         if -1 in taps:
-            normed = F.rms_norm(stream.x, weights.final_norm.shape, weights.final_norm, weights.eps)
+            normed = F.rms_norm(route.stream(state), weights.final_norm.shape, weights.final_norm, weights.eps)
             features[-1] = normed.unflatten(0, shape)
-        logits = ops.logits(stream, weights.eps, weights.lm_head).unflatten(0, shape) if need_logits else None
-        return TargetOutput(logits, tuple(features[tap] for tap in taps))
-
-    def _layer(
-        self,
-        number: int,
-        layer: LayerWeights,
-        next_norm: Float[Tensor, " d"],
-        stream: Stream,
-        window: Window,
-        writer: KVStage,
-        ops: Operations,
-    ) -> Stream:
-        eps, shape = self.weights.eps, window.tokens.shape
-        positions = window.positions.flatten()
-        heads = ops.project(stream, eps, layer.qkv, layer.qkv_biases, self.weights.rotation, positions)
-        q, k, v = (part.unflatten(0, shape) for part in heads)
-        view = writer.stage(number, k, v)
-        attended = attend_fused(q.transpose(1, 2), view, window, layer.rules, pdl=ops.pdl)
-        stream = ops.add_output(attended.view(len(stream.x), -1), layer.output, stream, layer.mlp_norm)
-        inner = ops.gate(stream, eps, layer.gate, layer.up)
-        return ops.add_down(inner, layer.down, stream, next_norm)
-
-    def _operations(self, rows: int) -> Operations:
-        if rows > MOST_ROWS:
-            return Operations(
-                pdl=False,
-                embed=lambda tokens, table, norm: products.stream_naive(F.embedding(tokens, table), norm),
-                project=products.project_heads_naive,
-                add_output=products.add_product_naive,
-                gate=products.gate_naive,
-                add_down=products.add_product_naive,
-                logits=products.normed_product_naive,
-            )
-
-        def cut(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-            return partial(operation, blocks=self.tilings.get((name, products.tile_rows(rows))), pdl=self.pdl)
-
-        return Operations(
-            pdl=self.pdl,
-            embed=partial(products.embed, pdl=self.pdl),
-            project=cut("qkv", products.project_heads),
-            add_output=cut("output", products.add_product),
-            gate=cut("gate", products.gate),
-            add_down=cut("down", products.add_product),
-            logits=cut("lm_head", products.normed_product),
-        )
+        logits = route.logits(state).unflatten(0, shape) if need_logits else None
+        return logits, tuple(features[tap] for tap in taps)
 
 
-@dataclass(frozen=True)
-class Operations:
-    """The products of a layer: fused kernels for few rows, their twins over the matrix library for many."""
-
-    pdl: bool
-    embed: Callable[..., Stream]
-    project: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    add_output: Callable[..., Stream]
-    gate: Callable[..., Tensor]
-    add_down: Callable[..., Stream]
-    logits: Callable[..., Tensor]
+def can_launch_early(device: torch.device) -> bool:
+    """Whether programmatic dependent launch exists there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

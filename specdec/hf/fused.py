@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
-from specdec.graphs.fused_target import DecoderWeights, FusedTarget, LayerWeights, Tilings
+from specdec.graphs.fused_target import FusedTarget
+from specdec.graphs.routes import Tilings
+from specdec.graphs.weights import DecoderWeights, LayerWeights, joined
 from specdec.hf.target import HFTarget
 from specdec.kernels.skinny_linear import Rotation
 from specdec.kv.deferred import DeferredWriter
@@ -25,21 +27,49 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 """Largest relative difference of logits between the fused forward and the model's own.  In bf16 it only finds gross
 mismatch: the roundings of 32 layers of random weights alone amount to 0.06."""
 
-PROBE = 8
+PROBE = 4
 
 
 def fused_target(
-    model: PreTrainedModel, max_positions: int = 32768, tilings: Tilings | None = None, pdl: bool = False
+    model: PreTrainedModel,
+    max_positions: int = 32768,
+    tilings: Tilings | None = None,
+    pdl: bool | None = None,
+    merge: bool = False,
 ) -> FusedTarget:
     """A fused target for a model of a known family, tried against the model's own forward before it is returned.
 
-    `max_positions` bounds the rotation table; `tilings` and `pdl` are those of `FusedTarget`.  Raises
-    `UnsupportedError`, naming what does not fit.
+    Args:
+        max_positions: bounds the rotation table.
+        tilings, pdl: see `FusedTarget`.
+        merge: move Q, K and V weights of each layer, and gate and up, next to each other, which makes them one product;
+            the model's parameters become views of them, with the same values.
+
+    Raises `UnsupportedError`, naming what does not fit.
     """
     own = HFTarget(model)
+    if merge:
+        merge_projections(model)
     target = FusedTarget(_weights(model, own, max_positions), tilings, pdl)
     _check_same_logits(own, target)
     return target
+
+
+@torch.no_grad()
+def merge_projections(model: PreTrainedModel) -> None:
+    """Make the weights that read the same input lie one behind the other; mutates where the parameters lie.
+
+    One group of one layer is copied at a time, so that no more memory than that is needed on top.
+    """
+    for layer in cast(Any, model.base_model).layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for modules in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            weights = tuple(module.weight for module in modules)
+            if joined(weights) is not None:
+                continue
+            whole = torch.cat(weights)
+            for module, part in zip(modules, whole.split([len(weight) for weight in weights]), strict=True):
+                module.weight.data = part
 
 
 def _weights(model: PreTrainedModel, own: HFTarget, max_positions: int) -> DecoderWeights:

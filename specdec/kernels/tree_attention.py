@@ -227,23 +227,21 @@ class Tiling:
 
     @staticmethod
     def choose(pairs: int, packed_rows: int, small: bool, num_programs: int) -> Tiling:
-        """Enough splits that `num_programs` programs run for `pairs` (row, KV head) pairs; 63 at most.
+        """Enough splits that `num_programs` programs run for `pairs` (row, KV head) pairs; 31 at most.
 
         `small` blocks are for rows that would not fit the registers: large heads, and fp32, which has no matrix unit.
         """
         block_m = min(16 if small else 64, max(16, triton.next_power_of_2(packed_rows)))
         tiles = pairs * triton.cdiv(packed_rows, block_m)
         splits = 1
-        while splits < 63 and tiles * splits < num_programs:
+        while splits < 31 and tiles * splits < num_programs:
             splits = 2 * splits + 1
         return Tiling(block_m, 32 if small else 64, splits, num_warps=4, num_stages=2)
 
 
 def programs_wanted(device: torch.device) -> int:
-    """Programs that keep a device busy: two per multiprocessor."""
-    if device.type != "cuda":
-        return 4
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs that keep a device busy: one per multiprocessor (more splits cost more to merge than they save)."""
+    return 4 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tree_attention(
