@@ -41,7 +41,8 @@ def fused_target(
 
     Args:
         max_positions: bounds the rotation table.
-        tilings, pdl: see `FusedTarget`.
+        tilings: see `FusedTarget`.
+        pdl: see `FusedTarget`.
         merge: move Q, K and V weights of each layer, and gate and up, next to each other, which makes them one product;
             the model's parameters become views of them, with the same values.
 
