@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -232,16 +233,16 @@ def test_what_was_learnt_goes_on_into_the_next_generation():
 
 @pytest.mark.slow
 def test_real_steps_of_a_wrong_drafter_are_steps_of_plain_decoding():
-    """The ratio of real step times, medians; the machine may be busy."""
+    """The ratio of real step times: medians of interleaved runs, the best of each, since a busy machine only adds."""
     model, inputs = tiny_llama(num_hidden_layers=4), prompts(1, VOCAB)
     truth = plain(model, inputs, max_new_tokens=200)[:, 9:].tolist()
-    times = {}
-    for name, drafter in (
-        ("plain", DRAFTERS["none"](truth, VOCAB)),
-        ("wrong", AdaptiveDrafter(DRAFTERS["wrong"](truth, VOCAB))),
-    ):
-        records = []
-        speculative(model, inputs, drafter, on_step=records.append, max_new_tokens=200)
-        late = sorted(sum(record.timings_ms.values()) for record in records[64:])
-        times[name] = late[len(late) // 2]
-    assert times["wrong"] < 1.1 * times["plain"]
+    times: dict[str, list[float]] = {"plain": [], "wrong": []}
+    for _ in range(5):
+        for name, drafter in (
+            ("plain", DRAFTERS["none"](truth, VOCAB)),
+            ("wrong", AdaptiveDrafter(DRAFTERS["wrong"](truth, VOCAB))),
+        ):
+            records = []
+            speculative(model, inputs, drafter, on_step=records.append, max_new_tokens=200)
+            times[name].append(statistics.median(sum(record.timings_ms.values()) for record in records[64:]))
+    assert min(times["wrong"]) < 1.1 * min(times["plain"])
