@@ -69,7 +69,7 @@ def step_figures(model: PreTrainedModel, target: Target, shape: Shape, batch: in
     """Device time of a replayed step, its kernels, and the wall time of a step as generation sees it (ms)."""
     ids = torch.randint(shape.vocab, (batch, CONTEXT), device="cuda")
     decoder = GraphDecoder(target, HFTarget(model), wrong_drafts(batch, width, shape.vocab), GraphConfig(run_ahead=4))
-    sampler = Sampler(ids)
+    sampler = Sampler(ids.cpu())
     with decoder.start(ids, sampler=sampler, max_length=CONTEXT + 1024) as run:
         for _ in range(10):
             record = decoder.step(run)
@@ -135,7 +135,7 @@ def generation_figures(model: PreTrainedModel, target: Target, shape: Shape, bat
     decoder = GraphDecoder(target, HFTarget(model), None, GraphConfig(run_ahead=4))
 
     def own(new: int) -> float:
-        return timed(lambda: list(decoder.stream(ids, sampler=Sampler(ids), max_length=CONTEXT + new)))
+        return timed(lambda: list(decoder.stream(ids, sampler=Sampler(ids.cpu()), max_length=CONTEXT + new)))
 
     hf(2)
     own(8)
@@ -175,7 +175,7 @@ def text_of(model: PreTrainedModel, target: Target, shape: Shape, width: int) ->
     """Some greedy tokens, to compare targets that should compute the same."""
     ids = torch.arange(300, device="cuda")[None] * 7919 % shape.vocab
     decoder = GraphDecoder(target, HFTarget(model), wrong_drafts(1, width, shape.vocab), GraphConfig())
-    sampler = Sampler(ids)
+    sampler = Sampler(ids.cpu())
     for _ in decoder.stream(ids, sampler=sampler, max_length=300 + 48):
         pass
     return sampler.emitted

@@ -8,7 +8,7 @@ that the host ends has perhaps run on meanwhile; what it emitted there is never 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -67,6 +67,9 @@ class GraphRun:
     stop_tokens: tuple[int, ...]
     armed: list[bool]
     """Rows that the device may move on, as far as the host knows."""
+    key: Hashable
+    """Of the step's recording."""
+    bytes_per_token: int
     note: str | None = None
     """Why the last launched step was not a replay."""
     last_time: float = field(default_factory=time.perf_counter)
@@ -117,6 +120,10 @@ class GraphDecoder:
             return "processors or criteria look at the batch as a whole"
         if sampler.keeps_records:
             return "scores or logits are to be kept"
+        if sampler.prompts.device.type != "cpu":
+            return (
+                "the sampler's prompts lie on a device, so that looking at tokens would wait for steps that run ahead"
+            )
         return None
 
     def stream(
@@ -146,7 +153,7 @@ class GraphDecoder:
         """Prefill a batch of prompts and return the run, ready for `step`; close it before the next.
 
         Args:
-            sampler: says when a row is done; see `refusal`.
+            sampler: says when a row is done; its prompts lie on the host (see `refusal` for what else it may ask).
             max_length: most tokens of a row, prompt (padding included) and output.
             stop_tokens: tokens at which the device pauses a row by itself, so that no work is wasted behind them.
         """
@@ -173,7 +180,9 @@ class GraphDecoder:
         except BaseException:
             base.close()
             raise
-        return GraphRun(base, session, tuple(stop_tokens), [False] * len(prompts))
+        stops = tuple(stop_tokens)
+        key = session.key(sampler.processors, sampler.noise is not None, stops)
+        return GraphRun(base, session, stops, [False] * len(prompts), key, cache.bytes_per_token)
 
     def step(self, run: GraphRun) -> StepRecord:
         """The next step in which some row emitted something; launches further steps ahead of it.
@@ -206,7 +215,9 @@ class GraphDecoder:
                 session.make_noise_ring(2 * (last - first) + 64, self.target.vocab_size)
                 self._forget_recordings()
             session.fill_noise(sampler.noise, first, last)
-        run.note = session.run_step(self.recorder, sampler.processors, sampler.noise is not None, run.stop_tokens)
+        program = session.program(run.key, sampler.processors, sampler.noise is not None, run.stop_tokens)
+        run.note = self.recorder.run(run.key, program)
+        session.mailbox.post(session.buffers.record)
 
     def _arm_paused_rows(self, run: GraphRun) -> None:
         """Give pages and a limit to rows that the device has paused though they are not done."""
@@ -259,7 +270,7 @@ class GraphDecoder:
             accepted_nodes=[step.path[1 : len(emitted[row])] for row, step in steps.items()],
             emitted=list(emitted.values()),
             stopped=[base.sampler.done[row] for row in steps],
-            commit=CommitStats(staged, kept, kept * base.cache.bytes_per_token, "device"),
+            commit=CommitStats(staged, kept, kept * run.bytes_per_token, "device"),
             timings_ms={"step": took},
             notes={} if run.note is None else {"uncaptured": run.note},
         )

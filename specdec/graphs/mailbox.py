@@ -16,8 +16,13 @@ class Mailbox:
 
     def __init__(self, record: Int[Tensor, "b r"], capacity: int) -> None:
         on_gpu = record.is_cuda
-        self._free = [torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu) for _ in range(capacity)]
-        self._on_gpu = on_gpu
+        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = [
+            (
+                torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu),
+                torch.cuda.Event() if on_gpu else None,
+            )
+            for _ in range(capacity)
+        ]
         self._posted: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
@@ -30,11 +35,9 @@ class Mailbox:
 
     def post(self, record: Int[Tensor, "b r"]) -> None:
         """Copy a record once the device gets there; the next step may overwrite it at once."""
-        slot = self._free.pop()
+        slot, event = self._free.pop()
         slot.copy_(record, non_blocking=True)
-        event = None
-        if self._on_gpu:
-            event = torch.cuda.Event()
+        if event is not None:
             event.record()
         self._posted.append((slot, event))
 
@@ -44,7 +47,7 @@ class Mailbox:
         if event is not None:
             event.synchronize()
         rows: list[list[int]] = slot.tolist()
-        self._free.append(slot)
+        self._free.append((slot, event))
         return rows
 
     def drop_all(self) -> None:

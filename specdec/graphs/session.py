@@ -12,7 +12,6 @@ from torch import Tensor
 from specdec.errors import ConfigError
 from specdec.graphs.drafts import DeviceDrafter
 from specdec.graphs.mailbox import Mailbox
-from specdec.graphs.recorder import StepRecorder
 from specdec.graphs.step import Law, StepProgram, law_key
 from specdec.kernels.step_state import StepBuffers
 from specdec.kv.pages import PagedKVCache
@@ -75,21 +74,21 @@ class Session:
         """Let a row be done: steps that are on their way already still advance it."""
         self.buffers.limits[row] = 0
 
-    def run_step(
-        self, recorder: StepRecorder, processors: tuple[Processor, ...], sampled: bool, stop_tokens: tuple[int, ...]
-    ) -> str | None:
-        """Launch one step and post its record; returns why it was not a replay, or None."""
-        # Fields of the buffers are addresses in a recording: the session is part of the key.
-        key = (id(self), law_key(processors), sampled, stop_tokens)
+    def key(self, processors: tuple[Processor, ...], sampled: bool, stop_tokens: tuple[int, ...]) -> Hashable:
+        """What tells recordings apart; the session is part of it, since its buffers' addresses are recorded."""
+        return (id(self), law_key(processors), sampled, stop_tokens)
+
+    def program(
+        self, key: Hashable, processors: tuple[Processor, ...], sampled: bool, stop_tokens: tuple[int, ...]
+    ) -> StepProgram:
+        """The program of a key, made where it is not there (any more)."""
         if key not in self._programs:
             stops = torch.tensor(stop_tokens, dtype=torch.long, device=self._page_table.device)
             law = Law(processors, self._ring if sampled else None, stops)
             self._programs[key] = StepProgram(
                 self._target, self._drafter, self._cache, self.buffers, self._page_table, law
             )
-        reason = recorder.run(key, self._programs[key])
-        self.mailbox.post(self.buffers.record)
-        return reason
+        return self._programs[key]
 
     def has_noise(self, first: int, last: int) -> bool:
         """Whether the noise ring is large enough for the generated indices from `first` to `last` at once."""

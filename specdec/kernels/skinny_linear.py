@@ -55,9 +55,10 @@ class Blocks:
             block_n = max(1, 4096 // (accumulators * whole)) if columns > 16384 else max(1, 2048 // whole, 2 // block_m)
             return Blocks(block_m, min(block_n, 4), whole, num_warps=1, num_stages=1)
         if block_m < 16:
-            elements = 4096 // block_m
-            block_k = min(512, elements)
-            return Blocks(block_m, max(1, elements // block_k // accumulators), block_k, num_warps=4, num_stages=6)
+            block_n, num_warps, num_stages = (
+                (16, 8, 4) if columns > 16384 else (8, 4, 4) if columns > 8192 else (4, 4, 6)
+            )
+            return Blocks(block_m, max(1, block_n // block_m), 512 // max(1, block_m // 4), num_warps, num_stages)
         block_k = min(128, max(16, triton.next_power_of_2(size)))
         # A program takes at least 16 columns; wide products take wider tiles, so that the rows are read less often.
         block_n = 16

@@ -36,7 +36,7 @@ def hf_text(model, ids, **options):
 
 
 def decode(decoder, model, ids, noise=None, processors=()):
-    sampler = Sampler(ids, processors, noise=noise, scores_only=True)
+    sampler = Sampler(ids.cpu(), processors, noise=noise, scores_only=True)
     records = list(decoder.stream(ids, sampler=sampler, max_length=ids.shape[1] + NEW))
     assert all("uncaptured" not in record.notes for record in records), records[0].notes
     return sampler.emitted, records

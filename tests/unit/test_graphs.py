@@ -82,6 +82,7 @@ def make_decoder(model, drafter=None, backend=None, **options):
 
 
 def make_sampler(model, ids, seed=None, processors=(), **options):
+    """A sampler as `GraphDecoder` wants it if `ids` lie on the host; noise is drawn where the model is."""
     noise = None
     if seed is not None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
@@ -97,7 +98,7 @@ def plain_text(model, ids, mask, new_tokens, **options):
 
 
 def decode(decoder, model, ids, mask, new_tokens, stop_tokens=(), **options):
-    sampler = make_sampler(model, ids, **options)
+    sampler = make_sampler(model, ids.cpu(), **options)
     records = list(
         decoder.stream(ids, mask, sampler=sampler, max_length=ids.shape[1] + new_tokens, stop_tokens=stop_tokens)
     )
@@ -244,12 +245,12 @@ def test_requests_that_need_the_host_are_refused(model):
     ids, mask = make_inputs()
     decoder = make_decoder(model)
     for options, reason in ((dict(scores_only=False), "text"), (dict(lockstep=True), "batch")):
-        sampler = Sampler(ids, [lambda ids, scores: scores], **({"scores_only": True} | options))
+        sampler = Sampler(ids.cpu(), [lambda ids, scores: scores], **({"scores_only": True} | options))
         assert reason in decoder.refusal(sampler)
         with pytest.raises(ConfigError, match=reason):
             decoder.start(ids, mask, sampler=sampler, max_length=20)
     with pytest.raises(ConfigError, match="max_length=7"):
-        decoder.start(ids, mask, sampler=make_sampler(model, ids), max_length=7)
+        decoder.start(ids, mask, sampler=make_sampler(model, ids.cpu()), max_length=7)
     with pytest.raises(ConfigError, match="run_ahead=65"):
         GraphConfig.of(run_ahead=65)
 
@@ -258,7 +259,7 @@ def test_two_runs_at_once_are_refused(model):
     ids, mask = make_inputs()
     decoder = make_decoder(model)
     with (
-        decoder.start(ids, mask, sampler=make_sampler(model, ids), max_length=12),
+        decoder.start(ids, mask, sampler=make_sampler(model, ids.cpu()), max_length=12),
         pytest.raises(ConfigError, match="open"),
     ):
-        decoder.start(ids, mask, sampler=make_sampler(model, ids), max_length=12)
+        decoder.start(ids, mask, sampler=make_sampler(model, ids.cpu()), max_length=12)
