@@ -20,6 +20,8 @@ from specdec.bench.eval import eval_command
 from specdec.bench.microbench_command import microbench_command, ncu_report_command
 from specdec.cli_generate import generate
 from specdec.cli_info import info
+from specdec.cli_plot import plot_command
+from specdec.cli_trace import trace_command
 from specdec.errors import SpecdecError, choose
 from specdec.policies import WRITERS
 from specdec.train.command import train_command
@@ -27,7 +29,9 @@ from specdec.train.command import train_command
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "info": info,
+    "trace": trace_command,
     "bench": bench_command,
+    "plot": plot_command,
     "train": train_command,
     "eval": eval_command,
     "microbench": microbench_command,

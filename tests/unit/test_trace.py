@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from specdec import cli
 from specdec.draft.scripted import ScriptedDrafter
 from specdec.errors import ConfigError
 from specdec.stats import SpecStats
@@ -231,3 +232,17 @@ def test_sums_of_the_page_are_those_of_the_records(traced):
     assert f"{report.stats.emitted} tokens in {report.stats.rounds} forwards" in text
     for share in report.stats.acceptance_by_depth:
         assert f"{share:.0%}" in text
+
+
+def test_the_command_writes_a_page_and_json(tmp_path, capsys):
+    folder = tmp_path / "model"
+    tiny_llama(vocab_size=257, eos_token_id=256).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    page = tmp_path / "report.html"
+    arguments = ["trace", "ab ab ab", "--model", str(folder), "--max-new-tokens", "6"]
+    assert cli.run([*arguments, "--html", str(page), "--json"], {}) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["tokens"]) == 6 and shown["facts"]["drafter"] == "suffix"
+    assert Page(page.read_text(encoding="utf-8")).token_texts == [harmless(t["text"]) or "▯" for t in shown["tokens"]]
+    assert cli.run([*arguments, "--html", str(tmp_path / "nowhere" / "report.html")], {}) == 2
+    assert "no such folder" in capsys.readouterr().err
