@@ -67,7 +67,10 @@ def figures(report: TraceReport) -> str:
     """The sums in one line."""
     stats = report.stats
     drafted = f"{stats.accepted} of {stats.drafted} drafts accepted" if stats.drafted else "nothing drafted"
-    return f"{stats.emitted} tokens in {stats.rounds} forwards · τ {stats.tau:.2f} · {drafted}"
+    tokens, forwards = (
+        f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in ((stats.emitted, "token"), (stats.rounds, "forward"))
+    )
+    return f"{tokens} in {forwards} · τ {stats.tau:.2f} · {drafted}"
 
 
 def token_span(index: int, token: EmittedToken) -> str:
@@ -92,7 +95,7 @@ def bars(heads: tuple[str, ...], lines: Iterable[tuple[tuple[str, ...], float]],
     """A table whose last column draws a share (0 to 1) as a bar; a sentence where there are no lines."""
     body = [
         "<tr>"
-        + "".join(f'<td class="number">{text_of(cell)}</td>' for cell in cells)
+        + "".join(table_cell(cell) for cell in cells)
         + '<td><svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
         + f'<rect class="track" width="100" height="10"/><rect class="fill" width="{100 * share:.1f}" height="10"/>'
         + "</svg></td></tr>"
@@ -102,6 +105,12 @@ def bars(heads: tuple[str, ...], lines: Iterable[tuple[tuple[str, ...], float]],
         return f"<p>{otherwise}</p>"
     head = "".join(f'<th scope="col">{name}</th>' for name in (*heads, ""))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def table_cell(text: str) -> str:
+    """A cell, numbers to the right."""
+    kind = ' class="number"' if text[:1].isdigit() else ""
+    return f"<td{kind}>{text_of(text)}</td>"
 
 
 def text_of(text: str) -> str:
