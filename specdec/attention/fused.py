@@ -12,7 +12,7 @@ from specdec.errors import UnsupportedError
 from specdec.types import KVView, Window
 
 if TYPE_CHECKING:
-    from specdec.kernels.tree_attention import Tiling
+    from specdec.kernels.tiling import Tiling
 
 
 def attend_fused(

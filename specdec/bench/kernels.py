@@ -35,7 +35,8 @@ from specdec.kernels.skinny_linear import (
     tile_rows,
 )
 from specdec.kernels.step_state import StepBuffers, open_window, settle_step
-from specdec.kernels.tree_attention import Tiling, tree_attention
+from specdec.kernels.tiling import Tiling
+from specdec.kernels.tree_attention import tree_attention
 
 Call = Callable[[], object]
 

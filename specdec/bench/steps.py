@@ -23,7 +23,7 @@ from specdec.bench.kernels import SHAPES, Shape, best_tilings, copy_bandwidth
 from specdec.bench.provenance import provenance
 from specdec.graphs.decoder import GraphConfig, GraphDecoder
 from specdec.graphs.drafts import SyntheticDrafts
-from specdec.graphs.fused_target import FusedTarget
+from specdec.graphs.fused_target import SMALL_HIDDEN_SIZE, FusedTarget
 from specdec.hf.fused import fused_target
 from specdec.hf.shapes import random_llama
 from specdec.hf.target import HFTarget
@@ -186,7 +186,7 @@ def warm(shapes: list[Shape], widths: list[int], measured: dict[str, Any]) -> No
     for shape in shapes:
         model = make_model(shape, layers=1)
         tilings = best_tilings(measured, shape.name)
-        plain = fused_target(model, tilings=tilings)
+        plain = fused_target(model, tilings=tilings, pdl=False, merge=shape.hidden >= SMALL_HIDDEN_SIZE)
         for width in widths:
             for target in (FusedTarget(plain.weights, tilings, pdl=True), plain):
                 text_of(model, target, shape, width)
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="file for the figures (JSON), rewritten after every figure")
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
-    parser.add_argument("--widths", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--widths", nargs="+", type=int, default=[1, 4, 8, 32])
     parser.add_argument("--tilings", type=Path, help="figures of specdec.bench.kernels, for the fastest tilings")
     parser.add_argument("--warm", action="store_true", help="only compile what the figures need, with and without PDL")
     arguments = parser.parse_args()
@@ -217,7 +217,7 @@ def main() -> None:
     for shape in (s for s in SHAPES if s.name in arguments.shapes):
         model = make_model(shape)
         tilings = best_tilings(measured, shape.name)
-        plain = fused_target(model, tilings=tilings)
+        plain = fused_target(model, tilings=tilings, pdl=False, merge=shape.hidden >= SMALL_HIDDEN_SIZE)
         fused = FusedTarget(plain.weights, tilings, pdl=True)
         same = [text_of(model, plain, shape, w) == text_of(model, fused, shape, w) for w in (1, 32)]
         note(

@@ -6,8 +6,6 @@ Split-KV decoding after Dao et al. 2023 ("Flash-Decoding"); the tree mask (Miao 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec.kernels.launch import launch_options, let_next_start, wait_for_inputs
+from specdec.kernels.tiling import Tiling, programs_wanted
 
 
 @triton.jit
@@ -212,38 +211,6 @@ def _merge_splits(
     tl.store(out_ptr + out_at, mixed.to(out_ptr.dtype.element_ty), mask=dv < DV)
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How the work is cut; none of it depends on context lengths."""
-
-    block_m: int
-    """Packed query rows (node · group + member) of a program."""
-    block_n: int
-    """Keys taken at once."""
-    splits: int
-    """Programs that share a prefix; one less than a power of two, since the window is one more."""
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def choose(pairs: int, packed_rows: int, small: bool, num_programs: int) -> Tiling:
-        """Enough splits that `num_programs` programs run for `pairs` (row, KV head) pairs; 31 at most.
-
-        `small` blocks are for rows that would not fit the registers: large heads, and fp32, which has no matrix unit.
-        """
-        block_m = min(16 if small else 64, max(16, triton.next_power_of_2(packed_rows)))
-        tiles = pairs * triton.cdiv(packed_rows, block_m)
-        splits = 1
-        while splits < 31 and tiles * splits < num_programs:
-            splits = 2 * splits + 1
-        return Tiling(block_m, 32 if small else 64, splits, num_warps=4, num_stages=2)
-
-
-def programs_wanted(device: torch.device) -> int:
-    """Programs that keep a device busy: one per multiprocessor (more splits cost more to merge than they save)."""
-    return 4 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def tree_attention(
     query: Float[Tensor, "b heads w dk"],
     k_pages: Float[Tensor, "pages size h dk"],
@@ -357,8 +324,7 @@ def tree_attention_naive(
     v_scales: Float[Tensor, "pages size h"] | None = None,
 ) -> Float[Tensor, "b w heads dv"]:
     """The twin of `tree_attention`: one row, one head, one node after the other, in float64."""
-    rows, heads, width, _ = query.shape
-    kv_heads, page_size = k_pages.shape[2], k_pages.shape[1]
+    (rows, heads, width, _), (_, page_size, kv_heads, _) = query.shape, k_pages.shape
     out = torch.zeros(rows, width, heads, v.shape[3], dtype=torch.float64, device=query.device)
     for row in range(rows):
         length = int(lengths[row])

@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 from specdec.attention.fused import attend_fused
 from specdec.attention.reference import AttentionRules, attend
-from specdec.kernels.tree_attention import Tiling, tree_attention, tree_attention_naive
+from specdec.kernels.tiling import Tiling
+from specdec.kernels.tree_attention import tree_attention, tree_attention_naive
 from specdec.types import KVView, PrefixLayout
 
 SMALL = Tiling(block_m=16, block_n=16, splits=3, num_warps=4, num_stages=1)
