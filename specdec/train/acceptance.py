@@ -50,10 +50,10 @@ class Tau:
 
 
 @torch.no_grad()
-def chain_acceptance(head: EagleHead, texts: Texts, depth: int, fast: bool = False) -> Int[Tensor, "b t-1"]:
+def chain_acceptance(head: EagleHead, texts: Texts, depth: int) -> Int[Tensor, "b t-1"]:
     """Drafts accepted, at most `depth`, of a greedy chain drafted behind each pair (feature `t`, token `t + 1`)."""
     pairs = texts.tokens.shape[1] - 1
-    memory = ChainMemory(head.config.head_dim**-0.5, fast)
+    memory = ChainMemory(head.config.head_dim**-0.5, fast=False, window=head.config.sliding_window)
     hidden = head.fuse(tuple(tap[:, :-1] for tap in texts.taps))
     seen = texts.tokens[:, 1:]
     positions = torch.arange(pairs, device=seen.device)[None]
@@ -113,7 +113,7 @@ def tree_acceptance(
     inputs, residual = head.layer_inputs(embeddings, head.fuse(tuple(tap[:, :-1] for tap in texts.taps)))
     rotation = head.cos_sin(positions)
     keys, values = head.keys_values(inputs, rotation)
-    memory = ChainMemory(head.config.head_dim**-0.5, fast=False)
+    memory = ChainMemory(head.config.head_dim**-0.5, fast=False, window=head.config.sliding_window)
     roots = head.finish(residual, memory.attend(head.queries(inputs, rotation), keys, values))
     result = {size: torch.zeros(texts.tokens.shape[0], pairs, dtype=torch.long) for size in sizes}
     for row, (start, end) in enumerate(zip(texts.prompt_lengths.tolist(), texts.lengths.tolist(), strict=True)):
@@ -177,9 +177,12 @@ class _Trees:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             own.append((k, v))
             scale = q.shape[-1] ** -0.5
-            behind = torch.arange(len(self._keys), device=q.device) > self._places[:, None, None, None]
+            pairs, places = torch.arange(len(self._keys), device=q.device), self._places[:, None, None, None]
+            unseen = pairs > places
+            if self._head.config.sliding_window is not None:
+                unseen |= pairs <= places + level - self._head.config.sliding_window
             scores = torch.einsum("nbhd,thd->nbht", q, self._keys).float() * scale
-            scores = scores.masked_fill(behind, float("-inf"))
+            scores = scores.masked_fill(unseen, float("-inf"))
             of_path = [
                 (q * key.repeat_interleave(self._groups, 2)).sum(-1, keepdim=True).float() * scale for key, _ in own
             ]

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from specdec.errors import ConfigError
+
 Heads = Float[Tensor, "b heads t d"]
 
 
@@ -20,24 +22,32 @@ Heads = Float[Tensor, "b heads t d"]
 class ChainMemory:
     """Keys and values of the steps so far; `attend` is what `EagleHead.forward` calls at each step, in order."""
 
-    def __init__(self, scale: float, fast: bool) -> None:
-        self._scale, self._fast = scale, fast
+    def __init__(self, scale: float, fast: bool, window: int | None = None) -> None:
+        """`fast` takes the flash kernel, which knows no `window` (pairs that a query sees, its own included)."""
+        if fast and window is not None:
+            raise ConfigError(f"fast=True, window={window}; accepted: one of them")
+        self._scale, self._fast, self._window = scale, fast, window
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [b t heads d]`, `k v [b t h d]` of this step, rotated; returns `[b t heads d]`."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         self._steps.append((k, v))
-        attention = chain_attention if self._fast else chain_attention_reference
         later = [x for pair in self._steps[1:] for x in pair]
-        return attention(q, *self._steps[0], self._scale, *later).transpose(1, 2)
+        if self._fast:
+            return chain_attention(q, *self._steps[0], self._scale, *later).transpose(1, 2)
+        return chain_attention_reference(q, *self._steps[0], self._scale, *later, window=self._window).transpose(1, 2)
 
 
-def chain_attention_reference(q: Heads, k0: Tensor, v0: Tensor, scale: float, *later: Tensor) -> Heads:
+def chain_attention_reference(
+    q: Heads, k0: Tensor, v0: Tensor, scale: float, *later: Tensor, window: int | None = None
+) -> Heads:
     """The definition, in one softmax; `later` holds key, value, key, value, ... of the steps behind step 0."""
     groups, length = q.shape[1] // k0.shape[1], q.shape[2]
     k0, v0, *later_heads = (x.repeat_interleave(groups, dim=1) for x in (k0, v0, *later))
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    if window is not None:  # a query of step j stands j places behind its pair
+        hidden |= torch.ones_like(hidden).tril(len(later) // 2 - window)
     scores = (q @ k0.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
     own = [(q * k).sum(-1, keepdim=True) * scale for k in later_heads[::2]]
     weights = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)

@@ -140,6 +140,8 @@ def train(
         "provenance": provenance(place.device),
     }
     head.set_token_order(corpus.frequencies(head.config.vocab_size).argsort(descending=True, stable=True).cpu())
+    # Attention over more pairs than it was trained on makes a head guess wildly.
+    head.config = replace(head.config, sliding_window=config.shape.sliding_window or config.talk.length * 4 // 5)
     verifier = Verifier(model.config.name_or_path or None, tuple(model.config.architectures or ()))
     save_head(head, out, verifier=verifier, standalone=standalone)
     write_figures(out, config, state.history, taus, facts)

@@ -17,10 +17,10 @@ from tests.models import tiny_llama
 SETTINGS = (Setting("chain 1", 1), Setting("chain 4", 4), Setting("tree 8", 3, 8, 3), Setting("tree 16", 4, 16, 4))
 
 
-@pytest.mark.parametrize("norm_output", [True, False])
-def test_tau_along_the_text_is_the_decoders(norm_output: bool):
+@pytest.mark.parametrize(("norm_output", "window"), [(True, None), (False, None), (True, 9)])
+def test_tau_along_the_text_is_the_decoders(norm_output: bool, window: int | None):
     model = tiny_llama(num_hidden_layers=4, initializer_range=0.15, tie_word_embeddings=True)
-    head = initial_head(model, HeadShape(norm_output=norm_output))
+    head = initial_head(model, HeadShape(norm_output=norm_output, sliding_window=window))
     with torch.no_grad():  # a head that ignores nothing and agrees now and then
         for parameter in head.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
