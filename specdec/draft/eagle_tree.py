@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec.types import Draft
@@ -81,20 +81,18 @@ class CandidatePool:
         scores = scores.masked_fill((depths > limits[1, :, None]) | (scores < min_score), float("-inf"))
         # Stable, so that of equal scores the earlier place wins: a parent is never left out for its child.
         order = scores.argsort(dim=1, descending=True, stable=True)
-        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
-        chosen = (ranks < limits[0, :, None]) & (scores > float("-inf"))
-        return self._draft(chosen)
+        return self._draft(order, torch.minimum((scores > float("-inf")).sum(1), limits[0]))
 
-    def _draft(self, chosen: Bool[Tensor, "b p"]) -> Draft:
-        """The chosen candidates in the order of their places, so that parents come before their children."""
-        window_index = chosen.long().cumsum(1)
-        lengths = window_index[:, -1]
+    def _draft(self, order: Int[Tensor, "b p"], lengths: Int[Tensor, " b"]) -> Draft:
+        """The first candidates of an order, best first: parents, which score no less, come before their children."""
         width = int(lengths.max())
-        places = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        places = order[:, :width]
+        ranks = torch.empty_like(order)
+        ranks.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
         behind = torch.arange(width, device=places.device) >= lengths[:, None]
         tokens = torch.cat(self._tokens, dim=1).gather(1, places)
         above = torch.cat(self._parents, dim=1).gather(1, places)
-        parents = window_index.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
+        parents = (ranks.gather(1, above.clamp(min=0)) + 1).masked_fill(above < 0, 0)
         return Draft(tokens.masked_fill(behind, 0), parents.masked_fill(behind, 0), lengths)
 
 
