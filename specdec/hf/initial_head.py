@@ -51,17 +51,19 @@ class HeadShape:
         return self.draft_vocab_size
 
 
-def initial_head(model: PreTrainedModel, shape: HeadShape) -> EagleHead:
+def initial_head(model: PreTrainedModel, shape: HeadShape, seed: int = 0) -> EagleHead:
     """An fp32 head on the model's device that borrows the model's embedding (and lm_head, if tied).
 
     `fc` starts as the identity on the last tap, the layer as a copy of the target's last layer that ignores the
     embedding; targets whose layers are built otherwise give a head with random weights.
     """
     config = head_config(model, shape)
-    head = EagleHead(config)
-    for parameter in head.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.02)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = EagleHead(config)
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
     with torch.no_grad():
         if config.feature_size == config.hidden_size:
             head.fc.weight.zero_()

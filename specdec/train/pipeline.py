@@ -183,7 +183,7 @@ class TrainingRun:
         """Train until the planned steps are done; returns the head (in the target's dtype), the state, and the text."""
         config, place = self.config, self._place
         corpus = Corpus.of(load_rounds(self.text_folder, place.device), config.held_out_rows)
-        head = initial_head(self.model, config.shape)
+        head = initial_head(self.model, config.shape, config.seed)
         if head.config.reduced:
             head.set_vocabulary(draft_vocabulary(corpus, head))
         if head.lm_head is not None:
@@ -191,6 +191,7 @@ class TrainingRun:
         teacher = TeacherModel(self.model, head.config.taps, config.talk.length, config.compiled)
         optimiser = HeadOptimiser(head, teacher, config.recipe, config.optimiser, self.model.dtype, place.world)
         state = read_state(self.folder)
+        place.wait()  # the first process is about to write it
         if state is None:
             state = RunState(config.fingerprint(), self._plan(corpus, optimiser))
             if place.rank == 0:

@@ -187,3 +187,14 @@ def test_taps_are_read_from_text():
     assert parse_taps("2, 15,27") == (2, 15, 27)
     with pytest.raises(ConfigError, match="taps='2;3'"):
         parse_taps("2;3")
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(tmp_path: Path):
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "specdec"]
+    options = ["train", "--tiny", "--device", "cpu", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-W", "ignore", "-m", *command, *options], check=True, timeout=300)
+    history = json.loads((tmp_path / "training.json").read_text())["history"]
+    assert history[-1]["step"] == 9  # 21 for one process
+    assert history[-1]["loss"][0] < history[0]["loss"][0]
+    assert len(list((tmp_path / "work" / "text").glob("round-*"))) == 2
