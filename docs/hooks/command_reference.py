@@ -29,7 +29,13 @@ def sections() -> list[str]:
     lines: list[str] = []
     commands: dict[str, Any] = getattr(typer.main.get_command(build_app()), "commands")  # noqa: B009
     for name, command in commands.items():
-        lines += [f"## `specdec {name}`", "", cell(command.help or ""), "", "| option | default | meaning |"]
+        lines += [
+            f"## `specdec {name}`",
+            "",
+            cell(command.help or ""),
+            "",
+            "| option | default | meaning |",
+        ]
         lines += ["| --- | --- | --- |"]
         for option in command.params:
             if option.name != "help":

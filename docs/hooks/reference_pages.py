@@ -50,7 +50,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for page in unlisted_pages(Path(config.docs_dir), [*pages, *sections.values()]):
         sections[SECTIONS[Path(page).parts[0]]].append(page)
     sections["Reference"].append({"Python": [page_of(package) for package in packages(root_of(config))]})
-    config.nav = [*pages, *({title: entries} for title, entries in sections.items() if entries)]
+    config.nav = [
+        *pages,
+        *({title: entries} for title, entries in sections.items() if entries),
+    ]
     return config
 
 
@@ -117,6 +120,12 @@ def text_of(package: str, root: Path) -> str:
     lines = [f"# {PACKAGES.get(package, package)}", "", f"Package `{package}`.", ""]
     for path in modules_of(root / Path(*package.split("."))):
         module = f"{package}.{path.stem}"
-        lines += [f"## `{module}`", "", f"::: {module}", "    options:", "      show_root_heading: false"]
+        lines += [
+            f"## `{module}`",
+            "",
+            f"::: {module}",
+            "    options:",
+            "      show_root_heading: false",
+        ]
         lines += ["      show_root_toc_entry: false", ""]
     return "\n".join(lines)
