@@ -38,6 +38,7 @@ from specdec.types import StepRecord
 
 TIMED_TOKENS = 32
 SHIPPED = "shipped"
+ENGINES = torch.backends.quantized.supported_engines
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def eval_command(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
     depth: Annotated[int, typer.Option(min=1, help="Levels of the trees.")] = 6,
     top_k: Annotated[int, typer.Option(min=1, help="Nodes run and children taken at each level of the trees.")] = 8,
+    int8: Annotated[
+        bool | None, typer.Option("--int8/--no-int8", help="Time with lm_head rounded to int8.  Default: on a CPU.")
+    ] = None,
     time: Annotated[bool, typer.Option("--time/--no-time", help="Time every setting and recommend one.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the checkpoint says.")] = "auto",
@@ -87,10 +91,14 @@ def eval_command(
     weights.borrow(*lendable_weights(target))
     asked = [encode_turn(tokenizer, q.turns[:1], [], bool(tokenizer.chat_template)) for q in questions]
     settings = (*CHAINS, *trees(depth=depth, top_k=top_k))
-    lines = evaluate(target, tokenizer, weights, asked, settings, max_new_tokens, time, seed)
+    rounded = int8 if int8 is not None else target.device.type == "cpu" and "onednn" in ENGINES
+    lines = evaluate(target, tokenizer, weights, asked, settings, max_new_tokens, time, seed, rounded)
     Console(soft_wrap=True).print(as_text(lines), markup=False, highlight=False)
+    if time and rounded:
+        Console(soft_wrap=True).print("Timed with int8_lm_head=True; acceptance is the exact head's.", highlight=False)
     if output is not None:
-        write(lines, output.expanduser(), {"head": head, "model": model, "prompts": prompts.name, "limit": limit})
+        facts = {"head": head, "model": model, "prompts": prompts.name, "limit": limit, "timed_with_int8": rounded}
+        write(lines, output.expanduser(), facts)
 
 
 def evaluate(
@@ -102,6 +110,7 @@ def evaluate(
     max_new_tokens: int = 128,
     timed: bool = True,
     seed: int = 0,
+    int8_lm_head: bool = False,
 ) -> list[Line]:
     """Let the model answer greedily and at temperature 1, and measure every setting along both.
 
@@ -124,16 +133,17 @@ def evaluate(
         task = bars.add_task("times", total=len(settings), visible=timed)
         lines = []
         for setting in settings:
-            step = step_time(model, drafter_of(head, model, setting), prompts) if timed else None
+            step = step_time(model, drafter_of(head, model, setting, int8_lm_head), prompts) if timed else None
             lines.append(Line(setting, found[0.0][setting.name], found[1.0][setting.name], step, plain))
             bars.advance(task)
     return lines
 
 
-def drafter_of(head: EagleHead, model: PreTrainedModel, setting: Setting) -> Drafter:
+def drafter_of(head: EagleHead, model: PreTrainedModel, setting: Setting, int8_lm_head: bool = False) -> Drafter:
     """The drafter that a setting describes."""
     nodes = setting.depth if setting.size is None else setting.size - 1
-    return eagle_drafter(head, model, EagleDraftConfig(width=setting.top_k, depth=setting.depth, nodes=nodes))
+    shape = EagleDraftConfig(width=setting.top_k, depth=setting.depth, nodes=nodes, int8_lm_head=int8_lm_head)
+    return eagle_drafter(head, model, shape)
 
 
 def step_time(model: PreTrainedModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> float:
