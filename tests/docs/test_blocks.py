@@ -22,6 +22,7 @@ PAGES = sorted(
     [DOCS / "index.md", *DOCS.glob("tutorials/*.md"), *DOCS.glob("how-to/*.md"), *DOCS.glob("reference/*.md")]
 )
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+WITH_OUTPUT = [page for page in WITH_PYTHON if any(block.title == "Output" for block in blocks_of(page))]
 COMMANDS = [block for page in PAGES for block in blocks_of(page) if block.language == "sh"]
 NOT_OURS = ("pip ", "pytest", "git ", "cd ", "#", "mkdocs ")
 """Beginnings of shell lines that are not run."""
@@ -70,7 +71,7 @@ def test_blocks_run_on_a_tiny_model(page, load_tiny, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+@pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
 def test_blocks_print_what_the_page_shows(page, smollm2, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("specdec.hf.models.load_model", lambda *args, **options: smollm2)
     monkeypatch.chdir(tmp_path)
