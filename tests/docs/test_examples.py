@@ -80,6 +80,12 @@ def test_batch_summaries(run, tmp_path):
     assert "2 texts" in printed and printed.count("- ") >= 2
 
 
+def test_head_training_leaves_a_head(run, tmp_path):
+    printed = run("head_training.py", "--tokens", "1024", "--length", "64", "--rows", "16", "--epochs", "1")
+    assert re.search(r"^trained head: τ \d", printed, re.MULTILINE)
+    assert (tmp_path / "my-head" / "model.safetensors").is_file()
+
+
 def test_every_example_has_a_test():
     tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
     assert {path.name for path in FOLDER.glob("*.py")} == tested
